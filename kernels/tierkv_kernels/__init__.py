@@ -1,0 +1,1 @@
+"""tierkv's attention kernels."""

@@ -1,0 +1,1 @@
+"""The worker's side: connect, map the arena, begin and end sequences."""

@@ -1,0 +1,1 @@
+"""Configuration: the schema with its defaults, and where each value came from."""

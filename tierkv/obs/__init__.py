@@ -1,0 +1,1 @@
+"""What people and monitoring see: metrics, health, logs."""

@@ -1,0 +1,1 @@
+"""The socket protocol: frames, messages, the daemon's listener."""

@@ -1,0 +1,271 @@
+"""Every message of the protocol, as msgspec structs.
+
+Arrays travel as raw little-endian blobs, never as lists: ``hashes`` is n x 16 bytes, ``tokens``
+n x u32, ``slots`` n x u32, ``checksums`` n x 16 bytes, ``extras`` n x u64 (empty = no extra keys).
+Blocks of one request travel together: no verb works on a single block at a time.
+
+Every verb is idempotent: a worker that lost its connection re-attaches and sends its last request
+again. Numbers are therefore absolute ("make room for 48 tokens", never "16 more"), and the worker
+chooses the names of its sequences (1 .. 2**32 - 1, unique within its lease, never used twice).
+
+docs/PROTOCOL.md describes the bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tierkv.core.spec import KVSpec
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, array_like=True, gc=False):
+    """Base of all messages: encoded as an array, the type's tag first."""
+
+
+# --- greeting: sent by the daemon on connect, before anything else; carries descriptors ----------
+
+
+class Greeting(Message, tag="greeting"):
+    """First frame of a connection, with the arena's and the scratch memory's descriptors.
+
+    ``arena`` is the 16-byte identity of the device arena: a worker that reconnects and sees
+    another identity must map it anew and has lost its sequences. ``state`` is "serving", or why
+    the daemon cannot serve ("recovering", "draining").
+    """
+
+    version: int
+    epoch: int
+    arena: bytes
+    arena_bytes: int
+    scratch_bytes: int
+    state: str
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+class Hello(Message, tag="hello"):
+    """Opens a lease, or takes one up again by its token (16 bytes; empty = a new lease)."""
+
+    version: int
+    pid: int
+    name: str = ""
+    token: bytes = b""
+    epoch: int = 0
+
+
+class OpenNamespace(Message, tag="open_namespace"):
+    """Opens a namespace on this connection. ``digest`` is the worker's own KVSpec digest."""
+
+    spec: KVSpec
+    digest: bytes
+
+
+class Lookup(Message, tag="lookup"):
+    """How many leading blocks of a chain are cached, and where. Touches nothing."""
+
+    namespace: int
+    hashes: bytes
+
+
+class Acquire(Message, tag="acquire"):
+    """Begins a sequence on the longest cached prefix: verified, pinned, in the device tier.
+
+    The blocks offered are all those the worker is willing to reuse; it leaves out the last one
+    itself when it must keep a token to compute.
+    """
+
+    namespace: int
+    sequence: int
+    hashes: bytes
+    tokens: bytes
+    extras: bytes = b""
+
+
+class Reserve(Message, tag="reserve"):
+    """Room for ``total_tokens``; from token ``written_tokens`` on the blocks become exclusive.
+
+    A shared or sealed block at the write position is copied first (copy-on-write).
+    """
+
+    sequence: int
+    written_tokens: int
+    total_tokens: int
+
+
+class Seal(Message, tag="seal"):
+    """Blocks ``first`` .. ``first + n - 1`` of a sequence are full: they get their names.
+
+    ``tokens`` holds n x block_tokens ids, ``checksums`` the payload's xxh3_128 of each block.
+    """
+
+    sequence: int
+    first: int
+    hashes: bytes
+    tokens: bytes
+    checksums: bytes
+    extras: bytes = b""
+
+
+class Truncate(Message, tag="truncate"):
+    """Keeps the first ``tokens`` tokens of a sequence."""
+
+    sequence: int
+    tokens: int
+
+
+class Fork(Message, tag="fork"):
+    """A new sequence that shares the first ``tokens`` tokens of another one."""
+
+    sequence: int
+    new_sequence: int
+    tokens: int
+
+
+class Suspend(Message, tag="suspend"):
+    """The worker does not touch the sequence's blocks until it resumes: they may spill."""
+
+    sequence: int
+
+
+class Resume(Message, tag="resume"):
+    """Brings a suspended sequence back into the device tier; its slots may have changed."""
+
+    sequence: int
+
+
+class Release(Message, tag="release"):
+    """Ends sequences. Full blocks stay cached. Names the daemon does not know are ignored."""
+
+    sequences: list[int]
+
+
+class Attend(Message, tag="attend"):
+    """Paged attention in the daemon: query and output lie in the scratch memory.
+
+    ``q_offset`` .. holds [tokens, q_heads, head_dim] of the namespace's dtype; ``out_offset``
+    receives the same shape, ``lse_offset`` [tokens, q_heads] float32. Row i of the query belongs
+    to sequence k with q_indptr[k] <= i < q_indptr[k + 1] (u32 blob); ``seq_lens`` (u32 blob) are
+    the tokens of K and V, the query's own included.
+    """
+
+    namespace: int
+    layer: int
+    sequences: list[int]
+    seq_lens: bytes
+    q_indptr: bytes
+    q_heads: int
+    q_offset: int
+    out_offset: int
+    lse_offset: int
+    scale: float = 0.0
+    causal: bool = True
+    window: int = -1
+    softcap: float = 0.0
+
+
+class Stat(Message, tag="stat"):
+    """Asks for the daemon's status document."""
+
+
+class Flush(Message, tag="flush"):
+    """Returns when all that was sealed is on disk and the index holds it."""
+
+
+Request = (
+    Hello
+    | OpenNamespace
+    | Lookup
+    | Acquire
+    | Reserve
+    | Seal
+    | Truncate
+    | Fork
+    | Suspend
+    | Resume
+    | Release
+    | Attend
+    | Stat
+    | Flush
+)
+
+
+# --- replies --------------------------------------------------------------------------------------
+
+
+class SequenceState(Message, tag="sequence"):
+    """What the daemon holds of one sequence; sent to a worker that takes up its lease again."""
+
+    sequence: int
+    namespace: int
+    slots: bytes
+    sealed: int
+    suspended: bool
+
+
+class Welcome(Message, tag="welcome"):
+    """The lease is open. ``resumed``: it is the old one, and ``sequences`` still stand."""
+
+    lease: int
+    token: bytes
+    epoch: int
+    resumed: bool
+    sequences: list[SequenceState]
+
+
+class NamespaceOpened(Message, tag="namespace_opened"):
+    """Where the namespace's slots lie in the device arena (bytes), and how many there can be."""
+
+    namespace: int
+    slot_offset: int
+    slot_stride: int
+    slots: int
+
+
+class Found(Message, tag="found"):
+    """Leading blocks cached: how many, and of these how many have a copy in which best tier."""
+
+    blocks: int
+    device: int
+    host: int
+    disk: int
+
+
+class Table(Message, tag="table"):
+    """A sequence's whole block table: device slots (u32 blob) in order.
+
+    ``sealed`` leading blocks are full and shared. For ``acquire``: device, host, disk say where
+    these blocks came from.
+    """
+
+    sequence: int
+    slots: bytes
+    sealed: int
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+
+class Done(Message, tag="done"):
+    """It is done, and as durable as the daemon's mode promises."""
+
+
+class Status(Message, tag="status"):
+    """The status document (see docs/CLI; stable keys)."""
+
+    document: dict[str, Any]
+
+
+class Failure(Message, tag="failure"):
+    """The request failed; nothing was changed. ``code`` is one of tierkv.errors."""
+
+    code: str
+    message: str
+    details: dict[str, Any]
+
+
+Reply = Welcome | NamespaceOpened | Found | Table | Done | Status | Failure

@@ -1,0 +1,1 @@
+"""The daemon: builds the object graph, runs it, recovers it."""

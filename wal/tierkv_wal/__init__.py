@@ -1,0 +1,1 @@
+"""tierkv's write-ahead log."""
