@@ -1,0 +1,175 @@
+"""Random work of several sequences on small tiers, against a model that knows every payload."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from world import World
+
+from tierkv.core.ids import Tier
+from tierkv.core.invariants import active_without_device_copy, check_invariants
+from tierkv.errors import PoolExhausted
+
+SIZE = 4
+
+
+class RandomWork(RuleBasedStateMachine):
+    """Payload of a sealed block = its chain of tokens, so a wrong byte is a wrong block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(device=6, host=3, disk=8)
+        self.tokens: dict[int, list[int]] = {}
+        self.tails: dict[int, bytes] = {}
+        self.asleep: set[int] = set()
+        self.next = 1
+
+    def _awake(self, data: Any) -> int | None:
+        choices = sorted(set(self.tokens) - self.asleep)
+        return data.draw(st.sampled_from(choices)) if choices else None
+
+    def _table(self, local: int) -> Any:
+        return self.world.planner.table(self.world.planner.sequence(self.world.lease, local))
+
+    def _check(self, local: int) -> None:
+        view, tokens = self._table(local), self.tokens[local]
+        full = len(tokens) // SIZE
+        assert view.sealed >= full
+        for block in range(full):
+            assert self.world.payload(view.slots, block) == _payload(tokens, block)
+        if len(tokens) % SIZE:
+            assert self.world.payload(view.slots, full) == self.tails[local]
+
+    @rule(prompt=st.lists(st.integers(0, 1), min_size=0, max_size=3), tail=st.integers(0, 3))
+    def begin(self, prompt: list[int], tail: int) -> None:
+        tokens = [bit * 10 + t for bit in prompt for t in range(SIZE)]
+        local, self.next = self.next, self.next + 1
+        world = self.world
+        view = world.run(
+            world.planner.acquire(world.lease, world.namespace, local, world.chain(tokens))
+        )
+        have = tokens[: len(view.slots) * SIZE]
+        self.tokens[local] = have
+        self._check(local)
+        self._grow(local, [*tokens[len(have) :], *range(90, 90 + tail)])
+
+    @rule(data=st.data(), bits=st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    def grow(self, data: Any, bits: list[int]) -> None:
+        local = self._awake(data)
+        if local is not None:
+            self._grow(local, bits)
+
+    def _grow(self, local: int, fresh: list[int]) -> None:
+        world, tokens = self.world, self.tokens[local]
+        total = len(tokens) + len(fresh)
+        try:
+            view = world.run(world.planner.reserve(world.lease, local, len(tokens), total))
+        except PoolExhausted:
+            self._check(local)
+            return
+        first = len(tokens) // SIZE
+        if len(tokens) % SIZE and len(view.slots) > first:
+            assert world.payload(view.slots, first) == self.tails[local]
+        tokens = self.tokens[local] = tokens + fresh
+        full = len(tokens) // SIZE
+        if full > first:
+            payloads = [_payload(tokens, block) for block in range(first, full)]
+            hi, lo = world.write(view.slots, first, payloads)
+            chain = world.chain(tokens).part(first, full)
+            view = world.run(world.planner.seal(world.lease, local, first, chain, hi, lo))
+        if len(tokens) % SIZE:
+            self.tails[local] = f"tail of {local}: {tokens}".encode()
+            world.write(view.slots, full, [self.tails[local]])
+        self._check(local)
+
+    @rule(data=st.data())
+    def fork(self, data: Any) -> None:
+        local = self._awake(data)
+        if local is None:
+            return
+        new, self.next = self.next, self.next + 1
+        self.world.planner.fork(self.world.lease, local, new, len(self.tokens[local]))
+        self.tokens[new] = list(self.tokens[local])
+        self.tails[new] = self.tails.get(local, b"")
+        self._check(new)
+
+    @rule(data=st.data(), share=st.floats(0, 1))
+    def roll_back(self, data: Any, share: float) -> None:
+        local = self._awake(data)
+        if local is None:
+            return
+        keep = int(len(self.tokens[local]) * share)
+        self.world.planner.truncate(self.world.lease, local, keep)
+        if keep % SIZE:
+            view = self._table(local)
+            self.tails[local] = self.world.payload(view.slots, keep // SIZE)
+        self.tokens[local] = self.tokens[local][:keep]
+
+    @rule(data=st.data())
+    def suspend(self, data: Any) -> None:
+        local = self._awake(data)
+        if local is not None:
+            self.world.planner.suspend(self.world.lease, local)
+            self.asleep.add(local)
+
+    @precondition(lambda self: self.asleep)
+    @rule(data=st.data())
+    def resume(self, data: Any) -> None:
+        local = data.draw(st.sampled_from(sorted(self.asleep)))
+        try:
+            self.world.run(self.world.planner.resume(self.world.lease, local))
+        except PoolExhausted:
+            return
+        self.asleep.discard(local)
+        self._check(local)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def release(self, data: Any) -> None:
+        local = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.world.planner.release(self.world.lease, [local])
+        del self.tokens[local]
+        self.asleep.discard(local)
+
+    @rule()
+    def write_behind(self) -> None:
+        sealed, self.world.planner.sealed = self.world.planner.sealed, []
+        for rows, ids in sealed:
+            self.world.run(self.world.placement.clean_down(rows, ids))
+
+    @rule()
+    def lose_the_lease(self) -> None:
+        world = self.world
+        world.planner.close_lease(world.lease)
+        world.lease = world.planner.open_lease(b"v" * 16, 1, 2, 3).id
+        self.tokens.clear()
+        self.asleep.clear()
+
+    @invariant()
+    def the_state_is_sound(self) -> None:
+        check_invariants(self.world.state)
+        assert active_without_device_copy(self.world.state) == 0
+        for local in set(self.tokens) - self.asleep:
+            self._check(local)
+        for tier in Tier:
+            held = sum(s.held_count for (t, _), s in self.world.state.slots.items() if t is tier)
+            assert held == 0
+
+    def teardown(self) -> None:
+        twin = self.world.replayed()
+        check_invariants(twin)
+        rows = self.world.state.live_rows()
+        assert np.array_equal(rows, twin.live_rows())
+        assert np.array_equal(self.world.state.blocks.export(rows), twin.blocks.export(rows))
+
+
+def _payload(tokens: list[int], block: int) -> bytes:
+    return repr(tokens[: (block + 1) * SIZE]).encode()
+
+
+TestRandomWork = RandomWork.TestCase
+TestRandomWork.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

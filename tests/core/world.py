@@ -1,0 +1,181 @@
+"""A whole core with make-believe tiers: payloads are dicts, but every rule of the real ones holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from tierkv.core.counters import Counters
+from tierkv.core.effects import Check, Effect, Headers, Move, Moved, ReadHeaders
+from tierkv.core.ids import Tier
+from tierkv.core.inline import run_inline
+from tierkv.core.placement import Entries, Placement
+from tierkv.core.planner import Chain, Limits, Planner
+from tierkv.core.policy import Lru
+from tierkv.core.prefix import chain_hashes
+from tierkv.core.state import PoolShape, State
+
+SHAPE = PoolShape(block_bytes=64, block_tokens=4)
+
+
+def checksum(payload: bytes) -> tuple[int, int]:
+    digest = xxhash.xxh3_128_digest(payload)
+    return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
+
+
+@dataclass
+class Slot:
+    id: int = 0
+    tokens: tuple[int, ...] = ()
+    extra: int = 0
+    sums: tuple[int, int] = (0, 0)
+    payload: bytes = b""
+
+
+@dataclass
+class FakeTiers:
+    """All tiers as dicts; also the SlotTables of the RAM tiers."""
+
+    block_tokens: int = SHAPE.block_tokens
+    slots: dict[tuple[Tier, int, int], Slot] = field(default_factory=dict)
+    moves: int = 0
+    punched: int = 0
+
+    def at(self, tier: Tier, pool: int, slot: int) -> Slot:
+        return self.slots.setdefault((Tier(tier), pool, int(slot)), Slot())
+
+    def tokens(self, tier: Tier, pool: int, slots: Any) -> Any:
+        rows = [self.at(tier, pool, s).tokens or (2**32 - 1,) * self.block_tokens for s in slots]
+        return np.array(rows, np.uint32).reshape(len(rows), self.block_tokens)
+
+    def extras(self, tier: Tier, pool: int, slots: Any) -> Any:
+        return np.array([self.at(tier, pool, s).extra for s in slots], np.uint64)
+
+    def fill(self, tier: Tier, pool: int, slots: Any, entries: Entries) -> None:
+        for n, s in enumerate(slots):
+            slot = self.at(tier, pool, s)
+            slot.id = int(entries.ids[n])
+            slot.tokens = tuple(entries.tokens[n].tolist())
+            slot.extra = int(entries.extras[n])
+            slot.sums = (int(entries.sum_hi[n]), int(entries.sum_lo[n]))
+
+    def open(self, tier: Tier, pool: int, slots: Any, ids: Any) -> None:
+        for s, name in zip(slots, ids, strict=True):
+            slot = self.at(tier, pool, s)
+            slot.id, slot.tokens, slot.extra, slot.sums = int(name), (), 0, (0, 0)
+
+    def punch(self, tier: Tier, pool: int, slots: Any) -> None:
+        for s in slots:
+            self.slots.pop((tier, pool, int(s)), None)
+            self.punched += 1
+
+    def perform(self, effect: Effect) -> Any:
+        if isinstance(effect, Move):
+            return self._move(effect)
+        if isinstance(effect, ReadHeaders):
+            found = [self.at(Tier.DISK, effect.pool, s) for s in effect.slots]
+            ok = np.array([f.id == i for f, i in zip(found, effect.ids, strict=True)], bool)
+            tokens = self.tokens(Tier.DISK, effect.pool, effect.slots)
+            return Headers(ok, tokens, self.extras(Tier.DISK, effect.pool, effect.slots))
+        assert isinstance(effect, Check)
+        return np.array(
+            [
+                (slot := self.at(effect.tier, effect.pool, s)).id == i
+                and checksum(slot.payload) == slot.sums
+                for s, i in zip(effect.slots, effect.ids, strict=True)
+            ],
+            bool,
+        )
+
+    def _move(self, move: Move) -> Moved:
+        self.moves += 1
+        ok, hi, lo = [], [], []
+        for name, source_at, target_at in zip(
+            move.ids, move.source_slots, move.target_slots, strict=True
+        ):
+            source = self.at(move.source, move.pool, source_at)
+            target = self.at(move.target, move.pool, target_at)
+            sums = source.sums if source.sums != (0, 0) else checksum(source.payload)
+            good = source.id == name and checksum(source.payload) == sums
+            if good:
+                target.id, target.tokens, target.extra = source.id, source.tokens, source.extra
+                target.sums, target.payload = sums, source.payload
+            ok.append(good)
+            hi.append(sums[0])
+            lo.append(sums[1])
+        return Moved(np.array(ok, bool), np.array(hi, np.uint64), np.array(lo, np.uint64))
+
+
+class World:
+    """State, placement, planner and fake tiers, driven inline; keeps the log of all records."""
+
+    def __init__(self, device: int, host: int, disk: int, shape: PoolShape = SHAPE) -> None:
+        self.budgets = {
+            Tier.DEVICE: device * shape.block_bytes,
+            Tier.HOST: host * shape.block_bytes,
+            Tier.DISK: disk * shape.block_bytes,
+        }
+        self.log: list[np.ndarray] = []
+        self.tiers = FakeTiers(shape.block_tokens)
+        self.state = State(self.budgets, lambda _tier, pool: pool.block_bytes)
+        self.counters = Counters()
+        self._assemble()
+        self.lease = self.planner.open_lease(b"t" * 16, 1, 2, 3).id
+        self.namespace = self.planner.open_namespace(b"n" * 16, shape)
+        self.shape = shape
+
+    def _assemble(self) -> None:
+        self.placement = Placement(
+            self.state, self.tiers, {tier: Lru() for tier in Tier}, self.commit, self.counters
+        )
+        self.planner = Planner(self.state, self.placement, Limits())
+
+    def commit(self, records: np.ndarray) -> None:
+        self.log.append(records.copy())
+        self.state.apply(records)
+
+    def run(self, flow: Any) -> Any:
+        return run_inline(flow, self.tiers.perform)
+
+    def replayed(self) -> State:
+        """A second state, made from the log alone."""
+        state = State(self.budgets, lambda _tier, pool: pool.block_bytes)
+        for records in self.log:
+            state.apply(records)
+        return state
+
+    def chain(self, tokens: list[int], seed: bytes = b"n" * 16) -> Chain:
+        """The full blocks of ``tokens``."""
+        size = self.shape.block_tokens
+        full = np.array(tokens[: len(tokens) // size * size], np.uint32).reshape(-1, size)
+        hashes = chain_hashes(seed, full.reshape(-1), size)
+        halves = hashes.view("<u8").reshape(-1, 2)
+        return Chain(halves[:, 0].copy(), halves[:, 1].copy(), full, np.zeros(len(full), np.uint64))
+
+    def write(self, slots: Any, start_block: int, payloads: list[bytes]) -> tuple[Any, Any]:
+        """Write payloads into device slots; returns their checksums (hi, lo)."""
+        sums = []
+        for n, payload in enumerate(payloads):
+            self.tiers.at(Tier.DEVICE, 0, slots[start_block + n]).payload = payload
+            sums.append(checksum(payload))
+        pairs = np.array(sums, np.uint64).reshape(-1, 2)
+        return pairs[:, 0].copy(), pairs[:, 1].copy()
+
+    def payload(self, slots: Any, block: int) -> bytes:
+        return self.tiers.at(Tier.DEVICE, 0, slots[block]).payload
+
+    def store(self, local: int, tokens: list[int], tag: bytes = b"") -> Any:
+        """Begin, fill and seal a sequence of full blocks; payload = tag + tokens of the chain."""
+        chain = self.chain(tokens)
+        view = self.run(self.planner.acquire(self.lease, self.namespace, local, chain))
+        have = len(view.slots)
+        size = self.shape.block_tokens
+        view = self.run(self.planner.reserve(self.lease, local, have * size, len(tokens)))
+        payloads = [tag + repr(tokens[: (b + 1) * size]).encode() for b in range(have, len(chain))]
+        hi, lo = self.write(view.slots, have, payloads)
+        return self.run(
+            self.planner.seal(self.lease, local, have, chain.part(have, len(chain)), hi, lo)
+        )

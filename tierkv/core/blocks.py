@@ -1,0 +1,133 @@
+"""The block table: one numpy column per field, a row per block, no Python object per block."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tierkv.core.ids import I64, NO_SLOT, U32, U64, Bool, Tier
+
+SEALED = 1
+"""Flag: the block is full and immutable; its hash, parent and checksum are set."""
+
+INDEXED = 2
+"""Flag: the hash table points to this row. A sealed block may lose this to a newer twin."""
+
+VALUE = np.dtype(
+    [
+        ("id", "<u8"),
+        ("parent", "<u8"),
+        ("hash_hi", "<u8"),
+        ("hash_lo", "<u8"),
+        ("sum_hi", "<u8"),
+        ("sum_lo", "<u8"),
+        ("namespace", "<u2"),
+        ("flags", "<u2"),
+        ("slot_device", "<u4"),
+        ("slot_host", "<u4"),
+        ("slot_disk", "<u4"),
+    ]
+)
+"""The persistent part of one row, 64 bytes: what a checkpoint stores."""
+
+SLOT_FIELDS = ("slot_device", "slot_host", "slot_disk")
+
+
+class Blocks:
+    """Columns of the block table; index = row. ``id`` 0 marks a free row.
+
+    ``slot[tier]`` is NO_SLOT where the block has no copy in that tier. ``refs`` counts sequences
+    that hold the block, ``active`` those of them that are not suspended, i.e. may map it now.
+    """
+
+    def __init__(self, rows: int = 1024) -> None:
+        self.id: U64 = np.zeros(rows, np.uint64)
+        self.parent: U64 = np.zeros(rows, np.uint64)
+        self.hash_hi: U64 = np.zeros(rows, np.uint64)
+        self.hash_lo: U64 = np.zeros(rows, np.uint64)
+        self.sum_hi: U64 = np.zeros(rows, np.uint64)
+        self.sum_lo: U64 = np.zeros(rows, np.uint64)
+        self.namespace = np.zeros(rows, np.uint16)
+        self.flags = np.zeros(rows, np.uint16)
+        self.refs = np.zeros(rows, np.int32)
+        self.active = np.zeros(rows, np.int32)
+        self.slot: list[U32] = [np.full(rows, NO_SLOT, np.uint32) for _ in Tier]
+
+    def __len__(self) -> int:
+        return len(self.id)
+
+    def ensure(self, rows: int) -> None:
+        """Grow all columns to at least ``rows``. Mutates."""
+        old = len(self)
+        if rows <= old:
+            return
+        extra = max(rows, 2 * old) - old
+        for name in (
+            "id",
+            "parent",
+            "hash_hi",
+            "hash_lo",
+            "sum_hi",
+            "sum_lo",
+            "namespace",
+            "flags",
+            "refs",
+            "active",
+        ):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.zeros(extra, column.dtype)]))
+        self.slot = [
+            np.concatenate([column, np.full(extra, NO_SLOT, np.uint32)]) for column in self.slot
+        ]
+
+    def clear(self, rows: I64) -> None:
+        """Make rows free. Mutates."""
+        self.id[rows] = 0
+        self.flags[rows] = 0
+        self.parent[rows] = 0
+        self.refs[rows] = 0
+        self.active[rows] = 0
+        self.sum_hi[rows] = 0
+        self.sum_lo[rows] = 0
+        for column in self.slot:
+            column[rows] = NO_SLOT
+
+    def has_copy(self, rows: I64, tier: Tier) -> Bool:
+        """Which of the rows have a copy in the tier, shape [n]."""
+        return np.asarray(self.slot[tier][rows] != NO_SLOT)
+
+    def has_any_copy(self, rows: I64) -> Bool:
+        """Which of the rows have a copy anywhere, shape [n]."""
+        found = self.has_copy(rows, Tier.DEVICE)
+        for tier in (Tier.HOST, Tier.DISK):
+            found |= self.has_copy(rows, tier)
+        return found
+
+    def best_tier(self, rows: I64) -> I64:
+        """Fastest tier that holds each row, shape [n]; len(Tier) where there is none."""
+        best = np.full(len(rows), len(Tier), np.int64)
+        for tier in reversed(Tier):
+            best[self.has_copy(rows, tier)] = tier
+        return best
+
+    def export(self, rows: I64) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+        """The persistent values of rows, shape [n], dtype VALUE."""
+        values = np.zeros(len(rows), VALUE)
+        for name in ("id", "parent", "hash_hi", "hash_lo", "sum_hi", "sum_lo"):
+            values[name] = getattr(self, name)[rows]
+        values["namespace"] = self.namespace[rows]
+        values["flags"] = self.flags[rows]
+        for name, column in zip(SLOT_FIELDS, self.slot, strict=True):
+            values[name] = column[rows]
+        return values
+
+    def restore(self, rows: I64, values: np.ndarray[tuple[int], np.dtype[np.void]]) -> None:
+        """Set rows from persistent values. Mutates; refs and active stay 0."""
+        if not len(rows):
+            return
+        self.ensure(int(rows.max()) + 1)
+        for name in ("id", "parent", "hash_hi", "hash_lo", "sum_hi", "sum_lo"):
+            getattr(self, name)[rows] = values[name]
+        self.namespace[rows] = values["namespace"]
+        self.flags[rows] = values["flags"]
+        for name, column in zip(SLOT_FIELDS, self.slot, strict=True):
+            column[rows] = values[name]

@@ -1,0 +1,131 @@
+"""What must hold of the state at any moment, numbered. Checked after every step in property tests,
+after every recovery, by ``tierkv verify``, and by a paranoid daemon.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from tierkv.core.blocks import INDEXED, SEALED
+from tierkv.core.ids import NO_SLOT, Tier, lease_of
+from tierkv.core.state import State
+from tierkv.errors import InvariantViolation
+
+INVARIANTS = {
+    1: "every used slot of a tier belongs to exactly one block, and every copy's slot is used",
+    2: "a tier's used bytes never exceed its budget",
+    3: "a block's reference count is the number of sequences that hold it, and its active count "
+    "the number of those that are not suspended",
+    4: "the hash index finds exactly the indexed blocks, each under its own hash",
+    5: "an indexed block is sealed and has a copy",
+    6: "a block without references is indexed",
+    7: "block ids are unique, and below the next id to be given",
+    8: "in a sequence the sealed blocks come first, each the child of the one before",
+    9: "a sequence's blocks live in the pool of its namespace",
+    10: "every sequence belongs to an open lease",
+    11: "a sequence holds a block at most once",
+    12: "an unsealed block belongs to no index and has no hash twin",
+}
+
+
+def check_invariants(state: State) -> None:
+    """Raise InvariantViolation naming every invariant that does not hold."""
+    broken = [*_check_slots(state), *_check_blocks(state), *_check_sequences(state)]
+    if broken:
+        lines = [f"I{number}: {INVARIANTS[number]} ({what})" for number, what in broken]
+        raise InvariantViolation("; ".join(lines))
+
+
+def _check_slots(state: State) -> list[tuple[int, str]]:
+    broken = []
+    rows = state.live_rows()
+    blocks = state.blocks
+    for tier in Tier:
+        for pool, members in state.by_pool(rows[blocks.has_copy(rows, tier)]):
+            slots = np.sort(blocks.slot[tier][members])
+            used = state.slots[tier, pool].used()
+            if not np.array_equal(slots, used):
+                broken.append(
+                    (1, f"{tier.label} pool {pool}: {len(slots)} copies, {len(used)} used")
+                )
+        held = {pool for pool, _ in state.by_pool(rows[blocks.has_copy(rows, tier)])}
+        broken += [
+            (1, f"{tier.label} pool {pool}: slots used by nobody")
+            for (of, pool), slots in state.slots.items()
+            if of is tier and pool not in held and slots.used_count
+        ]
+        used_bytes = sum(
+            slots.used_count * state.slot_bytes(tier, pool)
+            for (of, pool), slots in state.slots.items()
+            if of is tier
+        )
+        if used_bytes > state.budgets[tier]:
+            broken.append((2, f"{tier.label}: {used_bytes} of {state.budgets[tier]} bytes"))
+    return broken
+
+
+def _check_blocks(state: State) -> list[tuple[int, str]]:
+    broken = []
+    blocks = state.blocks
+    rows = state.live_rows()
+    free = np.setdiff1d(np.arange(len(blocks)), rows)
+    if (blocks.id[rows] == 0).any() or (blocks.id[free] != 0).any():
+        broken.append((7, "a used row without an id, or a free row with one"))
+    ids = blocks.id[rows]
+    if len(np.unique(ids)) != len(ids) or (len(ids) and int(ids.max()) >= state.next_block):
+        broken.append((7, "ids repeat or run ahead"))
+    flags = blocks.flags[rows]
+    indexed = rows[(flags & INDEXED) != 0]
+    found = state.index.get(
+        blocks.hash_hi[indexed], blocks.hash_lo[indexed], blocks.hash_hi, blocks.hash_lo
+    )
+    if not np.array_equal(found, indexed) or len(state.index) != len(indexed):
+        broken.append((4, f"{len(indexed)} indexed blocks, {len(state.index)} in the index"))
+    if ((blocks.flags[indexed] & SEALED) == 0).any():
+        broken.append((12, "an unsealed block is indexed"))
+    if not blocks.has_any_copy(indexed).all():
+        broken.append((5, "an indexed block without a copy"))
+    idle = rows[blocks.refs[rows] == 0]
+    if ((blocks.flags[idle] & INDEXED) == 0).any():
+        broken.append((6, "an unreferenced block that nobody can find"))
+    return broken
+
+
+def _check_sequences(state: State) -> list[tuple[int, str]]:
+    broken = []
+    blocks = state.blocks
+    refs: Counter[int] = Counter()
+    active: Counter[int] = Counter()
+    for identity, sequence in state.sequences.items():
+        rows = sequence.rows
+        if lease_of(identity) not in state.leases:
+            broken.append((10, f"sequence {identity:#x}"))
+        if len(np.unique(rows)) != len(rows):
+            broken.append((11, f"sequence {identity:#x}"))
+        refs.update(rows.tolist())
+        if not sequence.suspended:
+            active.update(rows.tolist())
+        sealed = (blocks.flags[rows] & SEALED) != 0
+        count = int(np.argmin(sealed)) if not sealed.all() else len(rows)
+        parents = np.concatenate([[np.uint64(0)], blocks.id[rows[:-1]]])[: len(rows)]
+        if sealed[count:].any() or (blocks.parent[rows[:count]] != parents[:count]).any():
+            broken.append((8, f"sequence {identity:#x}"))
+        pool = state.namespaces[sequence.namespace].pool
+        if len(rows) and (state.pool_of(rows) != pool).any():
+            broken.append((9, f"sequence {identity:#x}"))
+    for name, counts, column in (("refs", refs, blocks.refs), ("active", active, blocks.active)):
+        expected = np.zeros(len(blocks), np.int64)
+        if counts:
+            expected[list(counts)] = list(counts.values())
+        if not np.array_equal(expected, column):
+            broken.append((3, f"{name} of rows {np.flatnonzero(expected != column)[:5].tolist()}"))
+    return broken
+
+
+def active_without_device_copy(state: State) -> int:
+    """Blocks that a worker may map but that have no device copy: allowed only while they come up."""
+    rows = state.live_rows()
+    rows = rows[state.blocks.active[rows] > 0]
+    return int(np.count_nonzero(state.blocks.slot[Tier.DEVICE][rows] == NO_SLOT))

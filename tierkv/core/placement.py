@@ -1,0 +1,491 @@
+"""Where copies go: makes room, spills down, brings up. Policy and order, no bytes.
+
+All waiting goes downward (device, then host, then disk): a flow that waits for room in a tier holds
+copies of faster tiers only, so flows cannot wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from tierkv.core.blocks import SEALED, Blocks
+from tierkv.core.counters import GONE, Counters
+from tierkv.core.effects import Check, Flow, Move, Moved, Signal, Wait
+from tierkv.core.ids import I64, U32, U64, Bool, Tier
+from tierkv.core.policy import EvictionPolicy
+from tierkv.core.records import Kind, Records, blank
+from tierkv.core.state import State
+from tierkv.errors import PoolExhausted, TierFailed, TierFull
+
+MOVE_BATCH = 256
+"""Blocks per move: long enough to amortise a thread's wake-up, short enough to pipeline."""
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Identity of sealed blocks, one row each: what a slot's entry holds beside its payload.
+
+    All u64 [n], but ``tokens`` u32 [n, block_tokens]. ``extras``: digests of the extra keys.
+    """
+
+    ids: U64
+    parents: U64
+    hash_hi: U64
+    hash_lo: U64
+    sum_hi: U64
+    sum_lo: U64
+    extras: U64
+    tokens: U32
+
+
+class SlotTables(Protocol):
+    """The entries beside RAM slots: which block a slot holds, with its tokens."""
+
+    def tokens(self, tier: Tier, pool: int, slots: I64) -> U32:
+        """Token ids of the blocks in the slots, shape [n, block_tokens]."""
+        ...
+
+    def extras(self, tier: Tier, pool: int, slots: I64) -> U64:
+        """Digests of the blocks' extra keys, shape [n]."""
+        ...
+
+    def fill(self, tier: Tier, pool: int, slots: I64, entries: Entries) -> None:
+        """Write the entries of sealed blocks."""
+        ...
+
+    def open(self, tier: Tier, pool: int, slots: I64, ids: U64) -> None:
+        """Write the entries of blocks that are being filled: an id, no checksum yet."""
+        ...
+
+    def punch(self, tier: Tier, pool: int, slots: I64) -> None:
+        """Give the memory of freed slots back, because another pool needs the budget."""
+        ...
+
+
+class Placement:
+    """Copies of blocks in tiers. Owns the order of eviction and what is in flight."""
+
+    def __init__(
+        self,
+        state: State,
+        tables: SlotTables,
+        policies: dict[Tier, EvictionPolicy],
+        commit: Callable[[Records], None],
+        counters: Counters,
+    ) -> None:
+        self.state = state
+        self.tables = tables
+        self.policies = policies
+        self.commit = commit
+        self.counters = counters
+        self.disk_failed: Callable[[TierFull | TierFailed], None] = lambda _error: None
+        self.disk_paused = False
+        """Set by the daemon while the disk's circuit breaker is open; reads go on."""
+        self._busy = {tier: np.zeros(1024, np.int16) for tier in Tier}
+        self._busy_total = dict.fromkeys(Tier, 0)
+        self._idle = {tier: Signal() for tier in Tier}
+        self._making_room: dict[Tier, Signal | None] = dict.fromkeys(Tier)
+        self._arriving: dict[int, Signal] = {}
+        self._unverified: Bool = np.zeros(0, np.bool_)
+
+    # --- room -------------------------------------------------------------------------------------
+
+    def room(self, tier: Tier, pool: int, count: int) -> Flow[I64]:
+        """Hold ``count`` free slots, evicting exactly what is needed; shape [count].
+
+        The caller uses them in a record or gives them back by ``unhold_slots``. Raises
+        PoolExhausted, with nothing held, if that much cannot be freed.
+        """
+        slots = self.state.slots[tier, pool]
+        size = self.state.slot_bytes(tier, pool)
+        if count > slots.capacity:
+            raise self._exhausted(tier, pool, count)
+        while (busy := self._making_room[tier]) is not None:
+            yield Wait(busy)
+        if count * size <= self.state.free_bytes(tier):
+            return slots.hold(count)
+        signal = self._making_room[tier] = Signal()
+        try:
+            while (need := count * size - self.state.free_bytes(tier)) > 0:
+                freed = yield from self._evict(tier, pool, need)
+                if not freed:
+                    raise self._exhausted(tier, pool, count)
+            return slots.hold(count)
+        finally:
+            self._making_room[tier] = None
+            signal.set()
+
+    def unhold_slots(self, tier: Tier, pool: int, slots: I64) -> None:
+        """Give back slots that ``room`` held and no record used."""
+        self.state.slots[tier, pool].unhold(slots)
+
+    def enabled(self, tier: Tier) -> bool:
+        """Whether the tier takes copies now: it has a budget and is not out of service."""
+        return self.state.budgets[tier] > 0 and not (tier is Tier.DISK and self.disk_paused)
+
+    def evictable(self, tier: Tier) -> int:
+        """Blocks that could leave the tier now. Looks at every block: not for the hot path."""
+        return int(np.count_nonzero(self._eligible(tier, self.state.live_rows())))
+
+    def _exhausted(self, tier: Tier, pool: int, count: int) -> PoolExhausted:
+        size = self.state.slot_bytes(tier, pool)
+        free = max(0, self.state.free_bytes(tier)) // size
+        evictable = self.evictable(tier)
+        return PoolExhausted(
+            f"the {tier.label} tier cannot take {count} more blocks of {size} bytes: {free} free, "
+            f"{evictable} evictable; end or suspend sequences, or raise {tier.label}.bytes",
+            tier=tier.label,
+            asked=count,
+            free=free,
+            evictable=evictable,
+        )
+
+    def _eligible(self, tier: Tier, rows: I64) -> Bool:
+        """Which rows may lose their copy in the tier, once another copy is safe."""
+        blocks = self.state.blocks
+        free = blocks.has_copy(rows, tier) & (self._busy_of(tier, rows) == 0)
+        if tier is Tier.DEVICE:
+            return np.asarray(free & (blocks.active[rows] == 0))
+        if tier is Tier.HOST:
+            return free
+        upper = blocks.has_copy(rows, Tier.DEVICE) | blocks.has_copy(rows, Tier.HOST)
+        return np.asarray(free & ((blocks.refs[rows] == 0) | upper))
+
+    def _sizes(self, tier: Tier, rows: I64) -> I64:
+        pool_bytes = np.array(
+            [self.state.slot_bytes(tier, pool) for pool in range(len(self.state.pools))], np.int64
+        )
+        return np.asarray(pool_bytes[self.state.pool_of(rows)])
+
+    def _evict(self, tier: Tier, pool: int, need: int) -> Flow[int]:
+        """Free at least ``need`` bytes of the tier if possible; returns blocks dropped from it."""
+        while True:
+            victims = self.policies[tier].victims(
+                need, lambda rows: self._eligible(tier, rows), lambda rows: self._sizes(tier, rows)
+            )
+            if len(victims) and self._sizes(tier, victims).sum() >= need:
+                return (yield from self._demote(tier, pool, victims))
+            if not self._may_become_idle(tier):
+                return 0
+            # Copies in flight keep blocks from leaving; they come to an end by themselves.
+            yield Wait(self._idle[tier])
+
+    def _may_become_idle(self, tier: Tier) -> bool:
+        """Whether a move in flight is all that keeps some block in the tier."""
+        if not self._busy_total[tier]:
+            return False
+        rows = np.flatnonzero(self._busy[tier])
+        rows = rows[self.state.blocks.has_copy(rows, tier)]
+        return bool(len(rows)) and (
+            tier is not Tier.DEVICE or bool((self.state.blocks.active[rows] == 0).any())
+        )
+
+    def _demote(self, tier: Tier, pool: int, rows: I64) -> Flow[int]:
+        """Rows leave the tier, each after another copy is safe (or if nobody holds it)."""
+        blocks = self.state.blocks
+        ids = blocks.id[rows]
+        for target in Tier:
+            if target <= tier or not self.enabled(target):
+                continue
+            if target is Tier.HOST:
+                moving = ~blocks.has_copy(rows, Tier.HOST)
+            else:
+                moving = ~self._has_other_copy(rows, tier)
+            yield from self.copy(tier, target, rows[moving], ids[moving])
+        leaving = rows[
+            (blocks.id[rows] == ids) & blocks.has_copy(rows, tier) & self._eligible(tier, rows)
+        ]
+        leaving = leaving[self._has_other_copy(leaving, tier) | (blocks.refs[leaving] == 0)]
+        self._drop(tier, leaving, "capacity", pool)
+        return len(leaving)
+
+    def _has_other_copy(self, rows: I64, tier: Tier) -> Bool:
+        found = np.zeros(len(rows), np.bool_)
+        for other in Tier:
+            if other is not tier:
+                found |= self.state.blocks.has_copy(rows, other)
+        return found
+
+    def _drop(self, tier: Tier, rows: I64, reason: str, for_pool: int | None = None) -> None:
+        """Log that copies are gone and free their slots. Mutates."""
+        if not len(rows):
+            return
+        blocks = self.state.blocks
+        slots = blocks.slot[tier][rows].astype(np.int64)
+        pools = self.state.pool_of(rows)
+        left = np.full(len(rows), len(Tier))
+        for other in reversed(Tier):
+            if other is not tier:
+                left[blocks.has_copy(rows, other)] = other
+        for to, count in zip(*np.unique(left, return_counts=True), strict=True):
+            name = Tier(to).label if to < len(Tier) else GONE
+            self.counters.evictions[tier.label, name, reason] += int(count)
+        records = self._records(Kind.DROP, rows, tier, slots)
+        self.policies[tier].forget(rows)
+        self.commit(records)
+        if tier is not Tier.DISK and for_pool is not None:
+            for pool in np.unique(pools[pools != for_pool]):
+                self.tables.punch(tier, int(pool), slots[pools == pool])
+
+    def _records(self, kind: Kind, rows: I64, tier: Tier, slots: I64) -> Records:
+        records = blank(len(rows), kind)
+        records["key"] = rows
+        records["id"] = self.state.blocks.id[rows]
+        records["tier"] = tier
+        records["loc"] = slots
+        return records
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def copy(self, source: Tier, target: Tier, rows: I64, ids: U64) -> Flow[int]:
+        """Give blocks another copy further down, as far as there is room; returns how many.
+
+        ``ids`` name the blocks that ``rows`` held when the caller decided. Rows that hold another
+        block by now are passed over.
+        """
+        done = 0
+        for pool, members in self.state.by_pool(rows):
+            names = ids[np.isin(rows, members)] if len(members) != len(rows) else ids
+            for at in range(0, len(members), MOVE_BATCH):
+                part = slice(at, at + MOVE_BATCH)
+                done += yield from self._copy_batch(
+                    source, target, pool, members[part], names[part]
+                )
+        return done
+
+    def _copy_batch(self, source: Tier, target: Tier, pool: int, rows: I64, ids: U64) -> Flow[int]:
+        self._hold(source, rows)
+        slots = np.zeros(0, np.int64)
+        try:
+            slots = yield from self.room(target, pool, len(rows))
+            alive = self._still(rows, ids, source) & ~self.state.blocks.has_copy(rows, target)
+            rows_alive, ids_alive = rows[alive], ids[alive]
+            if not len(rows_alive):
+                return 0
+            used = slots[: len(rows_alive)]
+            result: Moved = yield self._move(pool, ids_alive, source, rows_alive, target, used)
+            return self._arrived(source, target, rows_alive, ids_alive, used, result)
+        except PoolExhausted:
+            return 0
+        except (TierFull, TierFailed) as error:
+            self.disk_failed(error)
+            return 0
+        finally:
+            self.unhold_slots(target, pool, slots)
+            self._unhold(source, rows)
+
+    def _move(self, pool: int, ids: U64, source: Tier, rows: I64, target: Tier, slots: I64) -> Move:
+        source_slots = self.state.blocks.slot[source][rows].astype(np.int64)
+        return Move(pool, ids, source, source_slots, target, slots)
+
+    def _still(self, rows: I64, ids: U64, tier: Tier) -> Bool:
+        """Which rows still hold these blocks with a copy in the tier."""
+        blocks = self.state.blocks
+        return np.asarray((blocks.id[rows] == ids) & blocks.has_copy(rows, tier))
+
+    def _arrived(
+        self, source: Tier, target: Tier, rows: I64, ids: U64, slots: I64, result: Moved
+    ) -> int:
+        """Log the copies that arrived; forget source copies that turned out damaged."""
+        alive = self._still(rows, ids, source)
+        good = alive & result.ok & ~self.state.blocks.has_copy(rows, target)
+        if good.any():
+            records = self._records(Kind.PLACE, rows[good], target, slots[good])
+            records["extra_hi"] = result.sum_hi[good]
+            records["extra_lo"] = result.sum_lo[good]
+            self.commit(records)
+            self.policies[target].touch(rows[good])
+            moved = int(np.count_nonzero(good))
+            self.counters.moved_blocks[source, target] += moved
+            shape = self.state.pools[int(self.state.pool_of(rows[:1])[0])]
+            self.counters.moved_bytes[source, target] += moved * shape.block_bytes
+        bad = rows[alive & ~result.ok]
+        if len(bad):
+            self.counters.checksum_failures[source] += len(bad)
+            # A worker may have the bytes mapped: its copy cannot be taken away under it.
+            unmapped = bad[self.state.blocks.active[bad] == 0] if source is Tier.DEVICE else bad
+            self._drop(source, unmapped, "corrupt")
+        return int(np.count_nonzero(good))
+
+    def bring_up(self, rows: I64) -> Flow[int]:
+        """Give every row a device copy; returns how many leading rows have a usable one.
+
+        The rows must be referenced, so that they cannot vanish meanwhile. Raises PoolExhausted if
+        the device tier has no room for the next block.
+        """
+        blocks = self.state.blocks
+        ids = blocks.id[rows].copy()
+        yield from self._check(rows)
+        batch_max = MOVE_BATCH
+        while True:
+            lost = np.flatnonzero((blocks.id[rows] != ids) | ~blocks.has_any_copy(rows))
+            if len(lost):
+                rows, ids = rows[: lost[0]], ids[: lost[0]]
+            missing = np.flatnonzero(~blocks.has_copy(rows, Tier.DEVICE))
+            if not len(missing):
+                return self._leading_verified(rows)
+            first = int(rows[missing[0]])
+            if first in self._arriving:
+                yield Wait(self._arriving[first])
+                continue
+            batch = self._batch(rows[missing[:batch_max]])
+            try:
+                yield from self._promote(batch)
+            except PoolExhausted:
+                if len(batch) == 1:
+                    raise
+                batch_max = len(batch) // 2
+
+    def _batch(self, rows: I64) -> I64:
+        """The leading rows that come from the same tier and are not on their way already."""
+        source = self.state.blocks.best_tier(rows)
+        take = np.array([int(row) not in self._arriving for row in rows]) & (source == source[0])
+        stop = np.flatnonzero(~take)
+        return rows[: stop[0]] if len(stop) else rows
+
+    def _promote(self, rows: I64) -> Flow[None]:
+        blocks = self.state.blocks
+        ids = blocks.id[rows].copy()
+        source = Tier(int(blocks.best_tier(rows[:1])[0]))
+        pool = int(self.state.pool_of(rows[:1])[0])
+        signal = Signal()
+        slots = np.zeros(0, np.int64)
+        for row in rows.tolist():
+            self._arriving[row] = signal
+        try:
+            slots = yield from self.room(Tier.DEVICE, pool, len(rows))
+            alive = self._still(rows, ids, source) & ~blocks.has_copy(rows, Tier.DEVICE)
+            moving, names = rows[alive], ids[alive]
+            if len(moving):
+                self._hold(source, moving)
+                used = slots[: len(moving)]
+                try:
+                    result = yield self._move(pool, names, source, moving, Tier.DEVICE, used)
+                finally:
+                    self._unhold(source, moving)
+                self._arrived(source, Tier.DEVICE, moving, names, used, result)
+        finally:
+            self.unhold_slots(Tier.DEVICE, pool, slots)
+            for row in rows.tolist():
+                del self._arriving[row]
+            signal.set()
+
+    # --- verification after a restart -------------------------------------------------------------
+
+    def mark_unverified(self, rows: I64) -> None:
+        """Device copies that outlived a daemon: checked before they are handed out. Mutates."""
+        self._unverified = np.zeros(len(self.state.blocks), np.bool_)
+        self._unverified[rows] = True
+
+    def _doubtful(self, rows: I64) -> I64:
+        known = rows[rows < len(self._unverified)]
+        known = known[self._unverified[known]]
+        return known[self.state.blocks.has_copy(known, Tier.DEVICE)]
+
+    def _check(self, rows: I64) -> Flow[None]:
+        """Verify device copies from before the last restart."""
+        blocks = self.state.blocks
+        for pool, members in self.state.by_pool(self._doubtful(rows)):
+            for at in range(0, len(members), MOVE_BATCH):
+                part = members[at : at + MOVE_BATCH]
+                ids = blocks.id[part].copy()
+                slots = blocks.slot[Tier.DEVICE][part].astype(np.int64)
+                ok: Bool = yield Check(pool, ids, Tier.DEVICE, slots)
+                alive = self._still(part, ids, Tier.DEVICE)
+                self._unverified[part[alive & ok]] = False
+                bad = part[alive & ~ok]
+                if len(bad):
+                    self.counters.checksum_failures[Tier.DEVICE] += len(bad)
+                    # One active holder is the request that asks, which has not got it yet.
+                    self._drop(Tier.DEVICE, bad[blocks.active[bad] <= 1], "corrupt")
+
+    def _leading_verified(self, rows: I64) -> int:
+        doubtful = np.isin(rows, self._doubtful(rows))
+        return int(np.argmax(doubtful)) if doubtful.any() else len(rows)
+
+    # --- recency and holds ------------------------------------------------------------------------
+
+    def touch(self, rows: I64) -> None:
+        """Rows were used, least valuable first; in every tier that holds them. Mutates."""
+        for tier in Tier:
+            self.policies[tier].touch(rows[self.state.blocks.has_copy(rows, tier)])
+
+    def list_all(self) -> None:
+        """Enter every copy into its tier's order, after recovery. Mutates."""
+        rows = self.state.live_rows()
+        self.touch(rows[restart_order(self.state.blocks, rows)])
+
+    def clean_down(self, rows: I64, ids: U64) -> Flow[int]:
+        """Write sealed blocks to disk that are not there yet (write-behind)."""
+        blocks = self.state.blocks
+        if not self.enabled(Tier.DISK):
+            return 0
+        wanted = (
+            (blocks.id[rows] == ids)
+            & ((blocks.flags[rows] & SEALED) != 0)
+            & ~blocks.has_copy(rows, Tier.DISK)
+        )
+        done = 0
+        for source in (Tier.DEVICE, Tier.HOST):
+            here = wanted & blocks.has_copy(rows, source)
+            done += yield from self.copy(source, Tier.DISK, rows[here], ids[here])
+            wanted &= ~here
+        return done
+
+    def _busy_of(self, tier: Tier, rows: I64) -> I64:
+        self._ensure_busy(tier)
+        return self._busy[tier][rows].astype(np.int64)
+
+    def _ensure_busy(self, tier: Tier) -> None:
+        missing = len(self.state.blocks) - len(self._busy[tier])
+        if missing > 0:
+            self._busy[tier] = np.concatenate([self._busy[tier], np.zeros(missing, np.int16)])
+
+    def _hold(self, tier: Tier, rows: I64) -> None:
+        self._ensure_busy(tier)
+        self._busy[tier][rows] += 1
+        self._busy_total[tier] += len(rows)
+
+    def _unhold(self, tier: Tier, rows: I64) -> None:
+        self._busy[tier][rows] -= 1
+        self._busy_total[tier] -= len(rows)
+        self.policies[tier].relist(rows[self.state.blocks.has_copy(rows, tier)])
+        idle, self._idle[tier] = self._idle[tier], Signal()
+        idle.set()
+
+    def drop_lower_copies(self, rows: I64, reason: str) -> None:
+        """Copies below the device tier are gone. Mutates."""
+        for tier in (Tier.HOST, Tier.DISK):
+            here = rows[self.state.blocks.has_copy(rows, tier)]
+            if len(here):
+                self._drop(tier, here, reason)
+
+    def arriving(self, row: int) -> Signal | None:
+        """Set when the row's way up into the device tier, if it is on it, has ended."""
+        return self._arriving.get(row)
+
+
+def restart_order(blocks: Blocks, rows: I64) -> I64:
+    """An order of rows (positions, shape [n]) in which older chains come first, leaf before root.
+
+    The log does not keep recency. Ids grow with time, so a chain is as young as its youngest
+    block; a parent is never listed before its children, so victims still come leaf first.
+    """
+    ids = blocks.id[rows]
+    by_id = np.argsort(ids)
+    parent_at = np.searchsorted(ids[by_id], blocks.parent[rows])
+    parent_at = by_id[np.minimum(parent_at, len(rows) - 1)] if len(rows) else parent_at
+    has_parent = (blocks.parent[rows] != 0) & (ids[parent_at] == blocks.parent[rows])
+    youngest = ids.copy()
+    depth = np.zeros(len(rows), np.int64)
+    # A child is always younger than its parent, so one pass from old to young sets depths
+    # and one from young to old hands ages down.
+    for at in by_id[has_parent[by_id]].tolist():
+        depth[at] = depth[parent_at[at]] + 1
+    for at in by_id[has_parent[by_id]][::-1].tolist():
+        youngest[parent_at[at]] = max(youngest[parent_at[at]], youngest[at])
+    return np.asarray(np.lexsort((-depth, youngest)))

@@ -1,0 +1,461 @@
+"""The daemon's state, and ``apply``: the only place where it changes.
+
+Live operation applies records as it logs them; recovery applies the same records as it reads them
+back. Everything here follows from the records alone: no clock, no chance, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tierkv.core.blocks import INDEXED, SEALED, Blocks
+from tierkv.core.ids import I64, NO_SLOT, U32, Tier, lease_of
+from tierkv.core.records import Kind, Records, pushed_rows
+from tierkv.core.slots import SlotSet
+from tierkv.core.table import HashTable
+from tierkv.errors import InvariantViolation, require
+
+ROWS_MAX = 2**32 - 2
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """Geometry that all namespaces of one pool share."""
+
+    block_bytes: int
+    block_tokens: int
+
+
+@dataclass(frozen=True)
+class NamespaceEntry:
+    """A namespace the daemon knows: its digest and the pool its blocks live in."""
+
+    digest: bytes
+    pool: int
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What one worker holds its sequences by."""
+
+    id: int
+    token: bytes
+    pid: int
+    start_time: int
+    uid: int
+
+
+@dataclass
+class Sequence:
+    """A worker's block table."""
+
+    id: int
+    namespace: int
+    suspended: bool = False
+    _rows: U32 = field(default_factory=lambda: np.zeros(16, np.uint32))
+    _count: int = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def rows(self) -> I64:
+        """Rows of the sequence's blocks in order, shape [n]; a copy."""
+        return self._rows[: self._count].astype(np.int64)
+
+    def push(self, rows: U32) -> None:
+        """Append rows."""
+        needed = self._count + len(rows)
+        if needed > len(self._rows):
+            grown = np.zeros(max(needed, 2 * len(self._rows)), np.uint32)
+            grown[: self._count] = self._rows[: self._count]
+            self._rows = grown
+        self._rows[self._count : needed] = rows
+        self._count = needed
+
+    def swap(self, index: int, row: int) -> int:
+        """Put ``row`` at ``index``; returns the row that was there."""
+        old = int(self._rows[index])
+        self._rows[index] = row
+        return old
+
+    def cut(self, count: int) -> I64:
+        """Keep ``count`` rows; returns those cut off."""
+        gone = self._rows[count : self._count].astype(np.int64)
+        self._count = min(self._count, count)
+        return gone
+
+
+@dataclass
+class Changes:
+    """What changed since the last checkpoint: live rows, freed rows, and small things by name."""
+
+    rows: I64
+    freed_rows: I64
+    sequences: set[int]
+    leases: set[int]
+    namespaces: set[int]
+
+
+SlotBytes = Callable[[Tier, PoolShape], int]
+"""Bytes that one slot of a pool takes in a tier."""
+
+
+class State:
+    """Blocks, block tables, leases, namespaces, and which slot of which tier holds what."""
+
+    def __init__(self, budgets: dict[Tier, int], slot_bytes: SlotBytes) -> None:
+        self.budgets = budgets
+        self._slot_bytes = slot_bytes
+        self.blocks = Blocks()
+        self.index = HashTable()
+        self.row_set = SlotSet(ROWS_MAX)
+        self.pools: list[PoolShape] = []
+        self.slots: dict[tuple[Tier, int], SlotSet] = {}
+        self.namespaces: dict[int, NamespaceEntry] = {}
+        self.sequences: dict[int, Sequence] = {}
+        self.leases: dict[int, Lease] = {}
+        self.lease_sequences: dict[int, dict[int, None]] = {}
+        self.next_block = 1
+        self.next_lease = 1
+        self.epoch = 0
+        self._dirty_rows: list[I64] = []
+        self._dirty_sequences: set[int] = set()
+        self._dirty_leases: set[int] = set()
+        self._dirty_namespaces: set[int] = set()
+        self._handlers: dict[int, Callable[[Records], None]] = {
+            Kind.LEASE_OPEN: self._lease_open,
+            Kind.LEASE_CLOSE: self._lease_close,
+            Kind.NAMESPACE: self._namespace,
+            Kind.SEQ_OPEN: self._seq_open,
+            Kind.SEQ_PUSH: self._seq_push,
+            Kind.SEQ_SWAP: self._seq_swap,
+            Kind.SEQ_TRUNCATE: self._seq_truncate,
+            Kind.SEQ_CLOSE: self._seq_close,
+            Kind.SEQ_SUSPEND: self._seq_suspend,
+            Kind.SEQ_RESUME: self._seq_resume,
+            Kind.ALLOC: self._alloc,
+            Kind.SEAL: self._seal,
+            Kind.PLACE: self._place,
+            Kind.DROP: self._drop,
+            Kind.EPOCH: self._epoch,
+            Kind.CHECKPOINT: lambda _records: None,
+        }
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def slot_bytes(self, tier: Tier, pool: int) -> int:
+        """Bytes one slot of the pool takes in the tier."""
+        return self._slot_bytes(tier, self.pools[pool])
+
+    def used_bytes(self, tier: Tier) -> int:
+        """Bytes of all used and held slots of a tier."""
+        return sum(
+            (slots.used_count + slots.held_count) * self.slot_bytes(tier, pool)
+            for (of, pool), slots in self.slots.items()
+            if of is tier
+        )
+
+    def free_bytes(self, tier: Tier) -> int:
+        """What is left of a tier's budget."""
+        return self.budgets[tier] - self.used_bytes(tier)
+
+    def pool_of(self, rows: I64) -> I64:
+        """The pool of each row, shape [n]."""
+        lookup = np.zeros(max(self.namespaces, default=0) + 1, np.int64)
+        for namespace, entry in self.namespaces.items():
+            lookup[namespace] = entry.pool
+        return np.asarray(lookup[self.blocks.namespace[rows]])
+
+    def by_pool(self, rows: I64) -> Iterator[tuple[int, I64]]:
+        """Rows grouped by pool, order kept inside a group."""
+        if not len(rows):
+            return
+        pools = self.pool_of(rows)
+        if (pools == pools[0]).all():
+            yield int(pools[0]), rows
+            return
+        for pool in np.unique(pools):
+            yield int(pool), rows[pools == pool]
+
+    def live_rows(self) -> I64:
+        """All rows that hold a block, shape [n]."""
+        return self.row_set.used()
+
+    # --- changing ---------------------------------------------------------------------------------
+
+    def apply(self, records: Records) -> None:
+        """Change the state as the records say, in order.
+
+        Raises InvariantViolation if a record contradicts the state.
+        """
+        kinds = records["type"]
+        starts = np.flatnonzero(np.diff(kinds, prepend=kinds[:1] + 1))
+        for start, stop in zip(starts, [*starts[1:], len(records)], strict=True):
+            kind = int(kinds[start])
+            handler = self._handlers.get(kind)
+            if handler is not None:
+                handler(records[start:stop])
+            elif kind < 128:
+                raise InvariantViolation(f"record of unknown type {kind}")
+
+    def take_changes(self) -> Changes:
+        """What changed since the last call; for a checkpoint. Mutates (forgets it)."""
+        rows = (
+            np.unique(np.concatenate(self._dirty_rows))
+            if self._dirty_rows
+            else np.zeros(0, np.int64)
+        )
+        live = self.blocks.id[rows] != 0
+        changes = Changes(
+            rows[live],
+            rows[~live],
+            self._dirty_sequences,
+            self._dirty_leases,
+            self._dirty_namespaces,
+        )
+        self._dirty_rows = []
+        self._dirty_sequences, self._dirty_leases, self._dirty_namespaces = set(), set(), set()
+        return changes
+
+    @property
+    def changed_rows(self) -> int:
+        """Upper bound of the rows changed since the last checkpoint."""
+        return sum(len(rows) for rows in self._dirty_rows)
+
+    def add_namespace(self, namespace: int, digest: bytes, shape: PoolShape) -> None:
+        """Enter a namespace and, if its geometry is new, a pool. Mutates."""
+        if shape not in self.pools:
+            pool = len(self.pools)
+            self.pools.append(shape)
+            for tier in Tier:
+                capacity = self.budgets[tier] // self._slot_bytes(tier, shape)
+                self.slots[tier, pool] = SlotSet(min(capacity, NO_SLOT - 1))
+        self.namespaces[namespace] = NamespaceEntry(digest, self.pools.index(shape))
+
+    def add_lease(self, lease: Lease) -> None:
+        """Enter a lease. Mutates."""
+        self.leases[lease.id] = lease
+        self.lease_sequences.setdefault(lease.id, {})
+        self.next_lease = max(self.next_lease, lease.id + 1)
+
+    def add_sequence(self, sequence: Sequence) -> None:
+        """Enter a sequence whose blocks are already counted. Mutates."""
+        require(sequence.id not in self.sequences, "a sequence was opened twice")
+        self.sequences[sequence.id] = sequence
+        self.lease_sequences[lease_of(sequence.id)][sequence.id] = None
+
+    def _dirty(self, rows: I64) -> None:
+        self._dirty_rows.append(rows)
+
+    def _lease_open(self, records: Records) -> None:
+        for record in records:
+            token = record["extra_hi"].tobytes() + record["extra_lo"].tobytes()
+            self.add_lease(
+                Lease(
+                    int(record["key"]),
+                    token,
+                    int(record["id"]),
+                    int(record["gen"]),
+                    int(record["loc"]),
+                )
+            )
+            self._dirty_leases.add(int(record["key"]))
+
+    def _lease_close(self, records: Records) -> None:
+        for lease in records["key"].tolist():
+            require(lease in self.leases, "a lease was closed that is not open")
+            for sequence in list(self.lease_sequences[lease]):
+                self._close(sequence)
+            del self.leases[lease], self.lease_sequences[lease]
+            self._dirty_leases.add(lease)
+
+    def _namespace(self, records: Records) -> None:
+        for record in records:
+            digest = record["hash_hi"].tobytes() + record["hash_lo"].tobytes()
+            shape = PoolShape(int(record["id"]), int(record["loc"]))
+            self.add_namespace(int(record["key"]), digest, shape)
+            self._dirty_namespaces.add(int(record["key"]))
+
+    def _seq_open(self, records: Records) -> None:
+        for record in records:
+            self.add_sequence(Sequence(int(record["id"]), int(record["key"])))
+            self._dirty_sequences.add(int(record["id"]))
+
+    def _seq_push(self, records: Records) -> None:
+        ids = records["id"]
+        starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] + 1))
+        for start, stop in zip(starts, [*starts[1:], len(records)], strict=True):
+            sequence = self._sequence(int(ids[start]))
+            rows = pushed_rows(records[start:stop])
+            sequence.push(rows)
+            self.blocks.refs[rows] += 1
+            if not sequence.suspended:
+                self.blocks.active[rows] += 1
+
+    def _seq_swap(self, records: Records) -> None:
+        for record in records:
+            sequence = self._sequence(int(record["id"]))
+            row = int(record["key"])
+            old = sequence.swap(int(record["loc"]), row)
+            self.blocks.refs[row] += 1
+            if not sequence.suspended:
+                self.blocks.active[row] += 1
+            self._unref(np.array([old]), not sequence.suspended)
+
+    def _seq_truncate(self, records: Records) -> None:
+        for record in records:
+            sequence = self._sequence(int(record["id"]))
+            self._unref(sequence.cut(int(record["loc"])), not sequence.suspended)
+
+    def _seq_close(self, records: Records) -> None:
+        for sequence in records["id"].tolist():
+            self._close(sequence)
+
+    def _seq_suspend(self, records: Records) -> None:
+        for identity in records["id"].tolist():
+            sequence = self._sequence(identity)
+            require(not sequence.suspended, "a sequence was suspended twice")
+            sequence.suspended = True
+            self.blocks.active[sequence.rows] -= 1
+
+    def _seq_resume(self, records: Records) -> None:
+        for identity in records["id"].tolist():
+            sequence = self._sequence(identity)
+            require(sequence.suspended, "a sequence was resumed that was not suspended")
+            sequence.suspended = False
+            self.blocks.active[sequence.rows] += 1
+
+    def _alloc(self, records: Records) -> None:
+        rows = records["key"].astype(np.int64)
+        self.blocks.ensure(int(rows.max()) + 1)
+        self.row_set.take(rows)
+        self.blocks.clear(rows)
+        self.blocks.id[rows] = records["id"]
+        self.blocks.namespace[rows] = records["aux"]
+        self._dirty(rows)
+        self._take_slots(rows, records)
+        self.next_block = max(self.next_block, int(records["id"].max()) + 1)
+
+    def _seal(self, records: Records) -> None:
+        hashes = records["hash_lo"]
+        if len(records) > 1 and len(np.unique(hashes)) < len(hashes):
+            # Two requests of one frame sealed the same chain: their order matters.
+            for at in range(len(records)):
+                self._seal(records[at : at + 1])
+            return
+        blocks = self.blocks
+        rows = records["key"].astype(np.int64)
+        self._check_ids(rows, records)
+        require(not (blocks.flags[rows] & SEALED).any(), "a block was sealed twice")
+        indexed = records["tier"] == 1
+        old = self.index.get(
+            records["hash_hi"][indexed],
+            records["hash_lo"][indexed],
+            blocks.hash_hi,
+            blocks.hash_lo,
+        )
+        self._unindex(old[old >= 0])
+        blocks.hash_hi[rows] = records["hash_hi"]
+        blocks.hash_lo[rows] = records["hash_lo"]
+        blocks.parent[rows] = records["loc"]
+        blocks.sum_hi[rows] = records["extra_hi"]
+        blocks.sum_lo[rows] = records["extra_lo"]
+        blocks.flags[rows] = np.where(indexed, SEALED | INDEXED, SEALED)
+        self.index.put(rows[indexed], blocks.hash_hi, blocks.hash_lo)
+        self._dirty(rows)
+        replaced = old[old >= 0]
+        self._free(replaced[blocks.refs[replaced] == 0])
+
+    def _place(self, records: Records) -> None:
+        rows = records["key"].astype(np.int64)
+        self._check_ids(rows, records)
+        self._take_slots(rows, records)
+        self.blocks.sum_hi[rows] = records["extra_hi"]
+        self.blocks.sum_lo[rows] = records["extra_lo"]
+        self._dirty(rows)
+
+    def _drop(self, records: Records) -> None:
+        rows = records["key"].astype(np.int64)
+        self._check_ids(rows, records)
+        for tier in Tier:
+            here = records["tier"] == tier
+            if here.any():
+                require(
+                    (self.blocks.slot[tier][rows[here]] == records["loc"][here]).all(),
+                    "a copy was dropped that is not there",
+                )
+                self._give_slots(rows[here], tier)
+        rows = np.unique(rows)
+        self._dirty(rows)
+        gone = rows[~self.blocks.has_any_copy(rows)]
+        self._unindex(gone[(self.blocks.flags[gone] & INDEXED) != 0])
+        self._free(gone[self.blocks.refs[gone] == 0])
+
+    def _epoch(self, records: Records) -> None:
+        self.epoch = int(records["id"][-1])
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _sequence(self, identity: int) -> Sequence:
+        """The sequence a record names; it is about to change."""
+        sequence = self.sequences.get(identity)
+        if sequence is None:
+            raise InvariantViolation(f"a record names sequence {identity:#x}, which is not open")
+        self._dirty_sequences.add(identity)
+        return sequence
+
+    def _close(self, identity: int) -> None:
+        sequence = self._sequence(identity)
+        del self.sequences[identity]
+        del self.lease_sequences[lease_of(identity)][identity]
+        self._unref(sequence.cut(0), not sequence.suspended)
+
+    def _check_ids(self, rows: I64, records: Records) -> None:
+        require(
+            (self.blocks.id[rows] == records["id"]).all(), "a record names a block that is gone"
+        )
+
+    def _unref(self, rows: I64, was_active: bool) -> None:
+        blocks = self.blocks
+        blocks.refs[rows] -= 1
+        if was_active:
+            blocks.active[rows] -= 1
+        idle = rows[blocks.refs[rows] == 0]
+        cached = (blocks.flags[idle] & INDEXED) != 0
+        self._free(idle[~cached])
+
+    def _unindex(self, rows: I64) -> None:
+        self.index.remove(rows, self.blocks.hash_hi, self.blocks.hash_lo)
+        self.blocks.flags[rows] &= np.uint16(~INDEXED & 0xFFFF)
+        self._dirty(rows)
+
+    def _free(self, rows: I64) -> None:
+        if not len(rows):
+            return
+        self._unindex(rows[(self.blocks.flags[rows] & INDEXED) != 0])
+        for tier in Tier:
+            self._give_slots(rows[self.blocks.has_copy(rows, tier)], tier)
+        self.blocks.clear(rows)
+        self.row_set.give(rows)
+        self._dirty(rows)
+
+    def _take_slots(self, rows: I64, records: Records) -> None:
+        for tier in Tier:
+            here = records["tier"] == tier
+            if not here.any():
+                continue
+            require(
+                (self.blocks.slot[tier][rows[here]] == NO_SLOT).all(), "a block was placed twice"
+            )
+            self.blocks.slot[tier][rows[here]] = records["loc"][here]
+            for pool, members in self.by_pool(rows[here]):
+                self.slots[tier, pool].take(self.blocks.slot[tier][members].astype(np.int64))
+
+    def _give_slots(self, rows: I64, tier: Tier) -> None:
+        for pool, members in self.by_pool(rows):
+            self.slots[tier, pool].give(self.blocks.slot[tier][members].astype(np.int64))
+        self.blocks.slot[tier][rows] = NO_SLOT
