@@ -35,7 +35,7 @@ def released(world: World, *locals_: int) -> None:
 def test_a_cached_prefix_is_found_and_shared() -> None:
     world = World(16, 16, 16)
     first = world.store(1, TOKENS[:16])
-    view = begin(world, 2, TOKENS[:12] + [7, 7, 7, 7])
+    view = begin(world, 2, [*TOKENS[:12], 7, 7, 7, 7])
     assert view.slots.tolist() == first.slots[:3].tolist()
     assert view.sealed == 3
     assert view.by_tier == (3, 0, 0)

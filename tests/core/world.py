@@ -1,4 +1,4 @@
-"""A whole core with make-believe tiers: payloads are dicts, but every rule of the real ones holds."""
+"""A whole core on make-believe tiers: payloads lie in dicts, every rule of the real ones holds."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _check_sequences(state: State) -> list[tuple[int, str]]:
 
 
 def active_without_device_copy(state: State) -> int:
-    """Blocks that a worker may map but that have no device copy: allowed only while they come up."""
+    """Blocks a worker may map that have no device copy: allowed only while they come up."""
     rows = state.live_rows()
     rows = rows[state.blocks.active[rows] > 0]
     return int(np.count_nonzero(state.blocks.slot[Tier.DEVICE][rows] == NO_SLOT))

@@ -147,7 +147,7 @@ class Placement:
     def _eligible(self, tier: Tier, rows: I64) -> Bool:
         """Which rows may lose their copy in the tier, once another copy is safe."""
         blocks = self.state.blocks
-        free = blocks.has_copy(rows, tier) & (self._busy_of(tier, rows) == 0)
+        free: Bool = blocks.has_copy(rows, tier) & (self._busy_of(tier, rows) == 0)
         if tier is Tier.DEVICE:
             return np.asarray(free & (blocks.active[rows] == 0))
         if tier is Tier.HOST:
