@@ -24,6 +24,8 @@ the checks. A reader learns from the log which id a slot should hold.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,14 +40,14 @@ from tierkv.tiers.copy import sum_matches, whole_entries
 from tierkv.tiers.entry import Entries, blank_entries, checksum, entry_dtype, has_sum, set_checks
 from tierkv.tiers.runs import consecutive_runs
 from tierkv.tiers.segments import Segments, tier_error
-from tierkv.tiers.storage import BlockStorage, read_fully, write_fully
+from tierkv.tiers.storage import BlockStorage
 
 MAGIC = b"TKVBLK\x00\x01"
 FORMAT_VERSION = 1
 PREFIX_BYTES = 16
 
 MERGE_BYTES_MAX = 8 << 20
-MERGE_SLOTS_MAX = 256  # three buffers a slot stay below the 1024 of one system call
+MERGE_SLOTS_MAX = 256  # at three buffers a slot, below the 1024 of one system call
 SCAN_SLOTS = 1024
 
 
@@ -123,7 +125,7 @@ class DiskTier:
     def __init__(
         self, directory: str, budget_bytes: int, segment_bytes: int, storage: BlockStorage
     ) -> None:
-        """Make the directory if need be. Raises TierFull or TierFailed."""
+        """Make the directory (an absolute path) if need be. Raises TierFull or TierFailed."""
         self.read_errors = 0
         self._directory = directory
         self._budget_bytes = budget_bytes
@@ -132,7 +134,9 @@ class DiskTier:
         self._pools: dict[int, _Pool] = {}
         self._counting = threading.Lock()
         try:
-            storage.mkdir(directory)
+            with contextlib.suppress(FileExistsError):
+                storage.mkdir(directory)
+            storage.fsync_dir(os.path.dirname(directory))
         except OSError as error:
             raise tier_error(error, "make the directory", directory) from error
 
@@ -197,7 +201,7 @@ class DiskTier:
             buffers = _slot_buffers(known, headers, memory, arena_slots[indices])
             try:
                 fd = known.segments.fd_to_write(segment)
-                write_fully(self._storage, fd, buffers, offset)
+                self._storage.pwritev(fd, buffers, offset)
             except OSError as error:
                 failure = tier_error(error, "write", known.segments.path(segment))
             except (TierFull, TierFailed) as error:
@@ -306,7 +310,7 @@ class DiskTier:
         segment, offset = known.locate(slot)
         try:
             fd = known.segments.fd_to_read(segment)
-            return 0 if fd is None else read_fully(self._storage, fd, buffers, offset)
+            return 0 if fd is None else self._storage.preadv(fd, buffers, offset)
         except OSError:
             with self._counting:
                 self.read_errors += 1

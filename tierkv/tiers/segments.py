@@ -41,14 +41,18 @@ class Segments:
         self._storage = storage
         self._fds: dict[int, int] = {}
         self._writable: set[int] = set()
-        self._dirty: set[int] = set()
         self._files = threading.Lock()
         self._syncing = threading.Lock()
         self._sync_failure: TierFull | TierFailed | None = None
         try:
             self._present = self._find()
+            if self._present:
+                # An earlier process may have died before it made their names durable.
+                storage.fsync_dir(directory)
         except OSError as error:
             raise tier_error(error, "list the segments of", directory) from error
+        # Nor did it necessarily sync what it wrote.
+        self._dirty = set(self._present)
 
     def present(self) -> list[int]:
         """Numbers of the segments that exist, ascending."""
@@ -79,7 +83,7 @@ class Segments:
                 elif segment not in self._writable and self._storage.size(path) < self._size(
                     segment
                 ):
-                    self._storage.fallocate(self._open(segment), self._size(segment))
+                    self._storage.fallocate(self._open(segment), 0, self._size(segment))
                     self._dirty.add(segment)
                 self._writable.add(segment)
                 return self._open(segment)
@@ -103,9 +107,10 @@ class Segments:
                 raise self._sync_failure
             with self._files:
                 dirty, self._dirty = self._dirty, set()
-                fds = {segment: self._fds[segment] for segment in dirty}
-            for segment, fd in fds.items():
+            for segment in dirty:
                 try:
+                    with self._files:
+                        fd = self._open(segment)
                     self._storage.fdatasync(fd)
                 except OSError as error:
                     self._sync_failure = tier_error(error, "sync", self.path(segment))
@@ -150,7 +155,7 @@ class Segments:
         try:
             fd = storage.open(draft, create=True)
             try:
-                storage.fallocate(fd, size_bytes)
+                storage.fallocate(fd, 0, size_bytes)
                 storage.fdatasync(fd)
             finally:
                 storage.close(fd)

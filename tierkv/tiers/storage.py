@@ -5,10 +5,12 @@ All errors are ``OSError``. Calls may come from several threads at once.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Sequence
 from typing import Protocol
+
+_BUFFERS_MAX = 1024
+"""Buffers that one vectored call takes on Linux (IOV_MAX)."""
 
 Buffers = Sequence[memoryview]
 """One-dimensional, contiguous, unsigned bytes; writable where they are read into."""
@@ -23,12 +25,11 @@ class BlockStorage(Protocol):
     def close(self, fd: int) -> None:
         """Close an fd."""
 
-    def pwritev(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """Write the buffers one after the other; returns the bytes written, maybe not all."""
-        ...
+    def pwritev(self, fd: int, buffers: Buffers, offset: int) -> None:
+        """Write all of the buffers, one after the other."""
 
     def preadv(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """Fill the buffers one after the other; returns the bytes read, 0 at the file's end."""
+        """Fill the buffers one after the other; returns the bytes read, fewer only at the end."""
         ...
 
     def fdatasync(self, fd: int) -> None:
@@ -37,10 +38,10 @@ class BlockStorage(Protocol):
     def fsync_dir(self, path: str) -> None:
         """Make a directory's entries durable."""
 
-    def fallocate(self, fd: int, size: int) -> None:
-        """Reserve space for the first ``size`` bytes of a file and make it at least that long."""
+    def fallocate(self, fd: int, offset: int, length: int) -> None:
+        """Reserve space in a file, growing it if need be; old bytes stay, new ones are zero."""
 
-    def rename(self, src: str, dst: str) -> None:
+    def rename(self, source: str, target: str) -> None:
         """Give a file another name, atomically, replacing what had it."""
 
     def unlink(self, path: str) -> None:
@@ -55,7 +56,7 @@ class BlockStorage(Protocol):
         ...
 
     def mkdir(self, path: str) -> None:
-        """Make a directory and its parents; no error if it is there."""
+        """Make a directory; its parent must exist."""
 
 
 class OsStorage:
@@ -69,13 +70,25 @@ class OsStorage:
         """See ``BlockStorage``."""
         os.close(fd)
 
-    def pwritev(self, fd: int, buffers: Buffers, offset: int) -> int:
+    def pwritev(self, fd: int, buffers: Buffers, offset: int) -> None:
         """See ``BlockStorage``."""
-        return os.pwritev(fd, buffers, offset)
+        rest = list(buffers)
+        while rest:
+            done = os.pwritev(fd, rest[:_BUFFERS_MAX], offset)
+            offset += done
+            rest = _after(rest, done)
 
     def preadv(self, fd: int, buffers: Buffers, offset: int) -> int:
         """See ``BlockStorage``."""
-        return os.preadv(fd, buffers, offset)
+        rest = list(buffers)
+        total = 0
+        while rest:
+            done = os.preadv(fd, rest[:_BUFFERS_MAX], offset + total)
+            if done == 0:
+                break
+            total += done
+            rest = _after(rest, done)
+        return total
 
     def fdatasync(self, fd: int) -> None:
         """See ``BlockStorage``."""
@@ -89,13 +102,13 @@ class OsStorage:
         finally:
             os.close(fd)
 
-    def fallocate(self, fd: int, size: int) -> None:
+    def fallocate(self, fd: int, offset: int, length: int) -> None:
         """See ``BlockStorage``."""
-        os.posix_fallocate(fd, 0, size)
+        os.posix_fallocate(fd, offset, length)
 
-    def rename(self, src: str, dst: str) -> None:
+    def rename(self, source: str, target: str) -> None:
         """See ``BlockStorage``."""
-        os.rename(src, dst)
+        os.rename(source, target)
 
     def unlink(self, path: str) -> None:
         """See ``BlockStorage``."""
@@ -111,31 +124,7 @@ class OsStorage:
 
     def mkdir(self, path: str) -> None:
         """See ``BlockStorage``."""
-        os.makedirs(path, exist_ok=True)
-
-
-def write_fully(storage: BlockStorage, fd: int, buffers: Buffers, offset: int) -> None:
-    """Write all of the buffers, going on after short writes. Raises OSError."""
-    rest = list(buffers)
-    while rest:
-        done = storage.pwritev(fd, rest, offset)
-        if done == 0:
-            raise OSError(errno.EIO, "the file system wrote nothing and gave no reason")
-        offset += done
-        rest = _after(rest, done)
-
-
-def read_fully(storage: BlockStorage, fd: int, buffers: Buffers, offset: int) -> int:
-    """Fill the buffers as far as the file goes; returns the bytes read. Raises OSError."""
-    rest = list(buffers)
-    total = 0
-    while rest:
-        done = storage.preadv(fd, rest, offset + total)
-        if done == 0:
-            break
-        total += done
-        rest = _after(rest, done)
-    return total
+        os.mkdir(path, 0o700)
 
 
 def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
