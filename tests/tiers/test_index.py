@@ -1,0 +1,312 @@
+"""The index: checkpoints come back whole, damage is found, the map grows."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierkv.errors import CorruptionError, TierFailed
+from tierkv.tiers.index import BLOCK_VALUE, Index, IndexChanges
+
+MAP_BYTES = 64 << 20
+
+OpenIndex = Callable[..., Index]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "index"
+
+
+@pytest.fixture
+def open_index(path: Path) -> Iterator[OpenIndex]:
+    """Opens the test's index, closing the one before; LMDB allows one per process."""
+    current: list[Index] = []
+
+    def make(map_bytes: int = MAP_BYTES) -> Index:
+        while current:
+            current.pop().close()
+        current.append(Index(path, map_bytes))
+        return current[-1]
+
+    yield make
+    for index in current:
+        index.close()
+
+
+def some_values(rows: np.ndarray, seed: int = 1) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    values = np.zeros(len(rows), BLOCK_VALUE)
+    for name in ("id", "parent", "hash_hi", "hash_lo", "sum_hi", "sum_lo", "extra"):
+        values[name] = rng.integers(0, 2**64, len(rows), np.uint64)
+    for name in ("slot_device", "slot_host", "slot_disk"):
+        values[name] = rng.integers(0, 2**32, len(rows), np.uint32)
+    values["namespace"] = rng.integers(0, 2**16, len(rows), np.uint16)
+    values["flags"] = rows % 4
+    return values
+
+
+def change(rows: list[int], **kwargs: Any) -> IndexChanges:
+    numbers = np.array(rows, np.uint32)
+    return IndexChanges(rows=numbers, values=some_values(numbers), **kwargs)
+
+
+def break_value(path: Path, database: bytes, key: bytes) -> None:
+    """Flip a bit inside a stored value, leaving LMDB's own structure sound."""
+    with lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=5, lib_version=0) as env:
+        db = env.open_db(database)
+        with env.begin(write=True) as txn:
+            value = bytearray(txn.get(key, db=db) or b"")
+            value[1] ^= 4
+            txn.put(key, bytes(value), db=db)
+
+
+def test_a_new_index_is_empty(open_index: OpenIndex) -> None:
+    contents = open_index().load()
+    assert contents.rows.tolist() == []
+    assert contents.values.dtype == BLOCK_VALUE
+    assert (contents.sequences, contents.leases, contents.namespaces) == ({}, {}, {})
+    assert contents.meta == {}
+    assert contents.bad_rows == 0
+
+
+def test_a_value_has_the_documented_size() -> None:
+    assert BLOCK_VALUE.itemsize == 96
+
+
+def test_a_checkpoint_comes_back_after_a_restart(open_index: OpenIndex) -> None:
+    rows = np.random.default_rng(2).permutation(70_000)[:20_000].astype(np.uint32)
+    values = some_values(rows)
+    open_index().commit(
+        IndexChanges(
+            rows=rows,
+            values=values,
+            sequences={2**63: b"table", 1: b""},
+            leases={7: b"lease"},
+            namespaces={3: b"spec"},
+            meta={"ckpt_lsn": 2**63, "epoch": -1, "store": bytes(16), "empty": b""},
+        )
+    )
+    contents = open_index().load()
+    order = np.argsort(rows)
+    np.testing.assert_array_equal(contents.rows, rows[order])
+    np.testing.assert_array_equal(contents.values, values[order])
+    assert contents.sequences == {2**63: b"table", 1: b""}
+    assert contents.leases == {7: b"lease"}
+    assert contents.namespaces == {3: b"spec"}
+    assert contents.meta == {"ckpt_lsn": 2**63, "epoch": -1, "store": bytes(16), "empty": b""}
+    assert contents.bad_rows == 0
+
+
+def test_later_checkpoints_replace_and_delete(open_index: OpenIndex) -> None:
+    index = open_index()
+    index.commit(change([1, 2, 3], sequences={1: b"a", 2: b"b"}, meta={"ckpt_lsn": 5, "gone": 1}))
+    rows = np.array([2, 9], np.uint32)
+    values = some_values(rows, seed=8)
+    index.commit(
+        IndexChanges(
+            rows=rows,
+            values=values,
+            deleted_rows=np.array([3, 2, 77], np.uint32),
+            sequences={1: None, 2: b"c", 5: None},
+            meta={"ckpt_lsn": 6, "gone": None},
+        )
+    )
+    contents = index.load()
+    assert contents.rows.tolist() == [1, 2, 9]
+    np.testing.assert_array_equal(contents.values[1:], values)
+    assert contents.sequences == {2: b"c"}
+    assert contents.meta == {"ckpt_lsn": 6}
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.dictionaries(st.integers(0, 40), st.integers(0, 2**64 - 1), max_size=20),
+            st.sets(st.integers(0, 40), max_size=10),
+            st.dictionaries(st.integers(0, 5), st.none() | st.binary(max_size=30), max_size=4),
+        ),
+        max_size=5,
+    )
+)
+def test_checkpoints_agree_with_a_dictionary(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Any, Any, Any]]
+) -> None:
+    index = Index(tmp_path_factory.mktemp("model") / "index", MAP_BYTES)
+    blocks: dict[int, int] = {}
+    leases: dict[int, bytes] = {}
+    for put, deleted, changed_leases in steps:
+        values = np.zeros(len(put), BLOCK_VALUE)
+        values["id"] = np.array(list(put.values()), np.uint64)
+        index.commit(
+            IndexChanges(
+                rows=np.array(list(put), np.uint32),
+                values=values,
+                deleted_rows=np.array(sorted(deleted), np.uint32),
+                leases=changed_leases,
+            )
+        )
+        blocks = {row: i for row, i in blocks.items() if row not in deleted} | put
+        leases |= changed_leases
+        leases = {key: value for key, value in leases.items() if value is not None}
+    contents = index.load()
+    index.close()
+    assert dict(zip(contents.rows.tolist(), contents.values["id"].tolist(), strict=True)) == blocks
+    assert contents.leases == leases
+
+
+@pytest.mark.parametrize(
+    ("database", "key"),
+    [
+        (b"blocks", (2).to_bytes(4, "big")),
+        (b"sequences", (1).to_bytes(8, "big")),
+        (b"meta", b"ckpt_lsn"),
+    ],
+    ids=["blocks", "sequences", "meta"],
+)
+def test_a_rotten_value_is_left_out_and_counted(
+    open_index: OpenIndex, path: Path, database: bytes, key: bytes
+) -> None:
+    index = open_index()
+    index.commit(change([1, 2, 3], sequences={1: b"aaaa"}, meta={"ckpt_lsn": 5}))
+    index.close()
+    break_value(path, database, key)
+    contents = open_index().load()
+    assert contents.bad_rows == 1
+    assert contents.rows.tolist() == ([1, 3] if database == b"blocks" else [1, 2, 3])
+    assert contents.sequences == ({} if database == b"sequences" else {1: b"aaaa"})
+    assert contents.meta == ({} if database == b"meta" else {"ckpt_lsn": 5})
+
+
+def test_a_value_of_a_wrong_length_is_left_out(open_index: OpenIndex, path: Path) -> None:
+    open_index().commit(change([1, 2]))
+    open_index().close()
+    with lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=5, lib_version=0) as env:
+        db = env.open_db(b"blocks")
+        with env.begin(write=True) as txn:
+            txn.put((1).to_bytes(4, "big"), b"short", db=db)
+    contents = open_index().load()
+    assert (contents.rows.tolist(), contents.bad_rows) == ([2], 1)
+
+
+@pytest.mark.parametrize("kept", [0.1, 0.5, 0.95])
+def test_a_truncated_index_is_found_before_it_is_mapped(
+    open_index: OpenIndex, path: Path, kept: float
+) -> None:
+    index = open_index()
+    index.commit(change(list(range(5000))))
+    index.close()
+    data = path / "data.mdb"
+    os.truncate(data, int(data.stat().st_size * kept))
+    with pytest.raises(CorruptionError, match="move it aside") as found:
+        open_index()
+    assert found.value.details["path"] == str(data)
+
+
+@pytest.mark.parametrize("content", [b"x", b"not an index at all" * 1000])
+def test_a_file_that_is_no_index_is_refused(path: Path, content: bytes) -> None:
+    path.mkdir()
+    (path / "data.mdb").write_bytes(content)
+    with pytest.raises(CorruptionError):
+        Index(path, MAP_BYTES)
+
+
+def test_an_empty_file_is_a_new_index(open_index: OpenIndex, path: Path) -> None:
+    path.mkdir()
+    (path / "data.mdb").touch()
+    assert open_index().load().rows.tolist() == []
+
+
+def test_the_map_grows_when_it_is_full(open_index: OpenIndex) -> None:
+    index = open_index(map_bytes=256 << 10)
+    before = index.map_bytes
+    index.commit(change([1], meta={"ckpt_lsn": 1}))
+    index.commit(change(list(range(30_000)), sequences={1: bytes(1 << 20)}, meta={"ckpt_lsn": 2}))
+    assert index.map_bytes > before
+    contents = open_index(map_bytes=256 << 10).load()
+    assert len(contents.rows) == 30_000
+    assert contents.sequences == {1: bytes(1 << 20)}
+    assert contents.meta == {"ckpt_lsn": 2}
+
+
+def test_a_full_disk_fails_the_checkpoint_and_keeps_the_last_one(
+    mount_tmpfs: Callable[[int], Path],
+) -> None:
+    index = Index(mount_tmpfs(512 << 10) / "index", MAP_BYTES)
+    index.commit(change([1, 2], meta={"ckpt_lsn": 1}))
+    with pytest.raises(TierFailed, match="cannot commit to the index"):
+        index.commit(change(list(range(50_000)), meta={"ckpt_lsn": 2}))
+    assert index.load().meta == {"ckpt_lsn": 1}
+    index.commit(change([3], meta={"ckpt_lsn": 3}))
+    contents = index.load()
+    assert (contents.rows.tolist(), contents.meta) == ([1, 2, 3], {"ckpt_lsn": 3})
+    index.close()
+
+
+def test_an_index_opens_once_per_process(open_index: OpenIndex, path: Path) -> None:
+    open_index()
+    with pytest.raises(TierFailed, match="cannot open the index"):
+        Index(path, MAP_BYTES)
+
+
+def test_threads_may_share_an_index(open_index: OpenIndex) -> None:
+    index = open_index()
+    failures: list[BaseException] = []
+
+    def work(part: int) -> None:
+        try:
+            for row in range(part, 40, 4):
+                index.commit(change([row]))
+                assert row in index.load().rows.tolist()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(part,)) for part in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert index.load().rows.tolist() == list(range(40))
+
+
+def commit_for_ever(path: Path, ready: Any) -> None:
+    """Checkpoint after checkpoint: all 200 rows and the LSN carry the same number."""
+    index = Index(path, MAP_BYTES)
+    rows = np.arange(200, dtype=np.uint32)
+    lsn = 0
+    while True:
+        lsn += 1
+        values = np.zeros(200, BLOCK_VALUE)
+        values["id"] = lsn
+        index.commit(IndexChanges(rows=rows, values=values, meta={"ckpt_lsn": lsn}))
+        if lsn == 20:
+            ready.set()
+
+
+def test_a_killed_process_leaves_one_whole_checkpoint(open_index: OpenIndex, path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    ready = spawn.Event()
+    writer = spawn.Process(target=commit_for_ever, args=(path, ready), daemon=True)
+    writer.start()
+    assert ready.wait(30)
+    os.kill(writer.pid or 0, signal.SIGKILL)
+    writer.join()
+    contents = open_index().load()
+    lsn = contents.meta["ckpt_lsn"]
+    assert isinstance(lsn, int)
+    assert lsn >= 20
+    assert contents.bad_rows == 0
+    assert contents.values["id"].tolist() == [lsn] * 200

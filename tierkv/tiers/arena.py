@@ -1,0 +1,352 @@
+"""One RAM tier: payload slots and their slot tables in two shared, sparse files.
+
+``<name>.arena`` holds the payload. Pool p owns the bytes [p * region, (p + 1) * region), where the
+region is the tier's whole budget: the pools share the budget (the core does the accounting), so
+one descriptor covers every pool there is or will be. Only touched pages exist.
+
+``<name>.table`` says what lies in the slots (little-endian):
+
+    page 0   magic TKVARN\\0\\1, version u4, 4 x 0, store uuid 16, arena identity 16, boot id 48,
+             budget u8, region u8, xxh3_64 of the bytes before it u8
+    page 1   64 pool records of 64 bytes: block bytes u8, table offset u8, table bytes u8,
+             block tokens u4, 4 x 0, xxh3_64 of the bytes before it u8; all 0 = no such pool
+    then     one page-aligned array of entries (see ``entry``) per pool, in order of creation
+
+Threads: ``add_pool`` may be called at any time from any thread; ``close`` and ``unlink`` only when
+no other call runs. Everything else may run at the same time on different slots. Who may use which
+slot when is for the caller to say.
+
+Crash: the files stay when the process dies, and so does every byte that was stored in them. An
+entry is to be trusted only if its check holds and its id is what the log says about that slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import struct
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import xxhash
+
+from tierkv.core.ids import U8, U32
+from tierkv.core.spec import PAGE, slot_stride
+from tierkv.errors import (
+    ConfigError,
+    InvariantViolation,
+    LimitExceeded,
+    TierFailed,
+    TierFull,
+    require,
+)
+from tierkv.tiers.entry import Entries, entry_dtype
+from tierkv.tiers.linux import advise_huge_pages, is_tmpfs, punch_hole
+from tierkv.tiers.runs import consecutive_runs
+
+POOLS_MAX = 64
+REGION_ALIGN = 2 << 20
+IDENTITY_BYTES = 16
+
+_MAGIC = b"TKVARN\x00\x01"
+_VERSION = 1
+_HEADER = struct.Struct("<8sI4x16s16s48sQQ")
+_POOL_RECORD = struct.Struct("<QQQI4x")
+_CHECK = struct.Struct("<Q")
+_POOL_RECORD_BYTES = 64
+_POOLS_OFFSET = PAGE
+_TABLES_OFFSET = 2 * PAGE
+_STATVFS_BLOCK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    block_bytes: int
+    block_tokens: int
+    slots: U8
+    table: Entries
+    maps: tuple[mmap.mmap, mmap.mmap]
+
+
+class Arena:
+    """The slots of one RAM tier. Made by ``Arena.open``.
+
+    ``adopted`` says whether the files of an earlier process were taken over, ``identity`` (16
+    bytes) names the arena from its creation on, ``fd`` is the payload file, ``size_bytes`` its
+    apparent size and ``region_bytes`` the distance from one pool's first slot to the next one's.
+    """
+
+    def __init__(
+        self, path: Path, table_path: Path, budget_bytes: int, identity: bytes, *, adopted: bool
+    ) -> None:
+        self.path = path
+        self.identity = identity
+        self.adopted = adopted
+        self.budget_bytes = budget_bytes
+        self.region_bytes = _region(budget_bytes)
+        self.size_bytes = POOLS_MAX * self.region_bytes
+        self._table_path = table_path
+        self._pools: dict[int, _Pool] = {}
+        self._adding = threading.Lock()
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._table_fd = os.open(table_path, os.O_RDWR | os.O_CLOEXEC)
+
+    @classmethod
+    def open(
+        cls, directory: Path, name: str, budget_bytes: int, store: bytes, boot_id: str
+    ) -> Self:
+        """Take over the arena of an earlier process, or make a new one.
+
+        Taken over is what was made for the same ``store`` (uuid, 16 bytes) and budget and, on a
+        tmpfs, under the same boot of the kernel (``boot_id``). Takes no longer for big arenas.
+
+        Raises TierFull if the file system cannot hold the budget, ConfigError for a budget below
+        1, TierFailed if the files cannot be made.
+
+        Crash: a new table file appears, complete, only after the payload file it describes.
+        """
+        if budget_bytes < 1:
+            raise ConfigError(f"{name}.bytes is {budget_bytes}; it must be at least 1")
+        require(len(store) == IDENTITY_BYTES, "a store uuid has 16 bytes")
+        path, table_path = directory / f"{name}.arena", directory / f"{name}.table"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            identity = _adoptable(path, table_path, budget_bytes, store, boot_id)
+            adopted = identity is not None
+            if identity is None:
+                table_path.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
+            _require_space(path, name, budget_bytes)
+            if identity is None:
+                identity = os.urandom(IDENTITY_BYTES)
+                _create(path, table_path, budget_bytes, store, boot_id, identity)
+            return cls(path, table_path, budget_bytes, identity, adopted=adopted)
+        except OSError as error:
+            raise TierFailed(
+                f"cannot set up the {name} arena in {directory}: {error}", path=str(path)
+            ) from error
+
+    def add_pool(self, pool: int, block_bytes: int, block_tokens: int) -> bool:
+        """Map a pool's slots and table; True if an earlier process left it, with this geometry.
+
+        Adding a pool again changes nothing. Raises LimitExceeded for a pool number above the
+        limit, TierFull or TierFailed if the table cannot be made.
+
+        Crash: the pool's record is written after its table, so that a table is never half there.
+        """
+        if not 0 <= pool < POOLS_MAX:
+            raise LimitExceeded(
+                f"pool {pool} passes the {POOLS_MAX} pools of an arena: too many block sizes",
+                limit=POOLS_MAX,
+                asked=pool + 1,
+            )
+        with self._adding:
+            present = self._pools.get(pool)
+            if present is not None:
+                same = (present.block_bytes, present.block_tokens) == (block_bytes, block_tokens)
+                require(same, f"pool {pool} was added before with another geometry")
+                return True
+            try:
+                offset, kept = self._place_table(pool, block_bytes, block_tokens)
+                self._pools[pool] = self._map_pool(pool, block_bytes, block_tokens, offset)
+            except OSError as error:
+                kind = TierFull if error.errno == errno.ENOSPC else TierFailed
+                raise kind(f"cannot add pool {pool} to {self.path}: {error}") from error
+            return kept
+
+    def slots(self, pool: int) -> U8:
+        """The pool's slots, shape [count, stride], sharing memory with the file."""
+        return self._pool(pool).slots
+
+    def payload(self, pool: int) -> U8:
+        """The pool's slots without their padding, shape [count, block_bytes]."""
+        known = self._pool(pool)
+        return known.slots[:, : known.block_bytes]
+
+    def table(self, pool: int) -> Entries:
+        """The pool's slot table, shape [count], sharing memory with the file."""
+        return self._pool(pool).table
+
+    def block_bytes(self, pool: int) -> int:
+        """Payload bytes of the pool's blocks."""
+        return self._pool(pool).block_bytes
+
+    def block_tokens(self, pool: int) -> int:
+        """Tokens of the pool's blocks."""
+        return self._pool(pool).block_tokens
+
+    def empty(self, pool: int, slots: U32) -> None:
+        """Say in the slot table that the slots (shape [n]) hold nothing."""
+        table = self.table(pool)
+        table[slots] = np.zeros((), table.dtype)
+
+    def punch(self, pool: int, slots: U32) -> None:
+        """Empty the slots (shape [n]) and give their whole pages back to the file system.
+
+        Raises TierFailed.
+        """
+        self.empty(pool, slots)
+        known = self._pool(pool)
+        count, stride = known.slots.shape
+        for run in consecutive_runs(slots, length_max=count):
+            offset = pool * self.region_bytes + int(slots[run[0]]) * stride
+            try:
+                punch_hole(self.fd, offset, len(run) * stride)
+            except OSError as error:
+                raise TierFailed(f"cannot free slots of {self.path}: {error}") from error
+
+    def close(self) -> None:
+        """Unmap and close the files, which stay. Views handed out keep their own mapping alive."""
+        maps = [mapped for pool in self._pools.values() for mapped in pool.maps]
+        self._pools.clear()
+        for mapped in maps:
+            with contextlib.suppress(BufferError):  # a view is still held: it goes with that
+                mapped.close()
+        os.close(self.fd)
+        os.close(self._table_fd)
+
+    def unlink(self) -> None:
+        """Remove the files. The table goes first: without it nothing is ever taken over."""
+        self._table_path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+    def _pool(self, pool: int) -> _Pool:
+        try:
+            return self._pools[pool]
+        except KeyError:
+            raise InvariantViolation(f"pool {pool} was not added to {self.path}") from None
+
+    def _place_table(self, pool: int, block_bytes: int, block_tokens: int) -> tuple[int, bool]:
+        """Where the pool's table lies in the table file, and whether it was there before."""
+        count = self.budget_bytes // slot_stride(block_bytes)
+        size = max(count * entry_dtype(block_tokens).itemsize, 1)
+        end = os.fstat(self._table_fd).st_size
+        recorded = self._recorded(pool)
+        if recorded is not None:
+            old_block_bytes, offset, old_size, old_block_tokens = recorded
+            same = (old_block_bytes, old_block_tokens, old_size) == (
+                block_bytes,
+                block_tokens,
+                size,
+            )
+            if same and offset + size <= end:
+                return offset, True
+            self._record(pool, bytes(_POOL_RECORD_BYTES))
+            punch_hole(self._table_fd, offset, old_size)
+        punch_hole(self.fd, pool * self.region_bytes, self.region_bytes)
+        offset = _round_up(end, PAGE)
+        os.ftruncate(self._table_fd, offset + _round_up(size, PAGE))
+        self._record(pool, _with_check(_POOL_RECORD.pack(block_bytes, offset, size, block_tokens)))
+        return offset, False
+
+    def _recorded(self, pool: int) -> tuple[int, int, int, int] | None:
+        at = _POOLS_OFFSET + pool * _POOL_RECORD_BYTES
+        body = _checked(os.pread(self._table_fd, _POOL_RECORD.size + _CHECK.size, at))
+        if body is None:
+            return None
+        block_bytes, offset, size, block_tokens = _POOL_RECORD.unpack(body)
+        return block_bytes, offset, size, block_tokens
+
+    def _record(self, pool: int, record: bytes) -> None:
+        os.pwrite(self._table_fd, record, _POOLS_OFFSET + pool * _POOL_RECORD_BYTES)
+
+    def _map_pool(self, pool: int, block_bytes: int, block_tokens: int, offset: int) -> _Pool:
+        stride = slot_stride(block_bytes)
+        count = self.budget_bytes // stride
+        dtype = entry_dtype(block_tokens)
+        payload_map = mmap.mmap(self.fd, self.region_bytes, offset=pool * self.region_bytes)
+        table_map = mmap.mmap(
+            self._table_fd, _round_up(max(count * dtype.itemsize, 1), PAGE), offset=offset
+        )
+        region = np.frombuffer(payload_map, np.uint8)
+        advise_huge_pages(region)
+        return _Pool(
+            block_bytes=block_bytes,
+            block_tokens=block_tokens,
+            slots=region[: count * stride].reshape(count, stride),
+            table=np.frombuffer(table_map, dtype, count) if count else np.zeros(0, dtype),
+            maps=(payload_map, table_map),
+        )
+
+
+def _round_up(value: int, align: int) -> int:
+    return -(-value // align) * align
+
+
+def _region(budget_bytes: int) -> int:
+    return _round_up(budget_bytes, REGION_ALIGN)
+
+
+def _with_check(body: bytes) -> bytes:
+    return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def _checked(data: bytes) -> bytes | None:
+    """The bytes before the check at the end of ``data``, or None if it does not hold."""
+    body, check = data[: -_CHECK.size], data[-_CHECK.size :]
+    return body if _with_check(body)[-_CHECK.size :] == check else None
+
+
+def _adoptable(
+    path: Path, table_path: Path, budget_bytes: int, store: bytes, boot_id: str
+) -> bytes | None:
+    """The identity of the arena in these files, or None if it is not ours to take over."""
+    try:
+        with table_path.open("rb") as table_file:
+            body = _checked(table_file.read(_HEADER.size + _CHECK.size))
+        payload_bytes = path.stat().st_size
+        table_bytes = table_path.stat().st_size
+    except FileNotFoundError:
+        return None
+    if body is None:
+        return None
+    magic, version, old_store, identity, old_boot, old_budget, old_region = _HEADER.unpack(body)
+    region = _region(budget_bytes)
+    ours = (
+        (magic, version, old_store) == (_MAGIC, _VERSION, store)
+        and (old_budget, old_region) == (budget_bytes, region)
+        and payload_bytes == POOLS_MAX * region
+        and table_bytes >= _TABLES_OFFSET
+        and (old_boot.rstrip(b"\0").decode() == boot_id or not is_tmpfs(path))
+    )
+    return bytes(identity) if ours else None
+
+
+def _require_space(path: Path, name: str, budget_bytes: int) -> None:
+    """Raise TierFull if the file system cannot hold the budget: a page fault has no error path."""
+    file_system = os.statvfs(path.parent)
+    free = file_system.f_bavail * file_system.f_frsize
+    taken = path.stat().st_blocks * _STATVFS_BLOCK if path.exists() else 0
+    if free + taken < budget_bytes:
+        raise TierFull(
+            f"{path.parent} has {free + taken} bytes for the {name} tier, which may grow to"
+            f" {budget_bytes}: lower {name}.bytes or give that file system more space",
+            free=free + taken,
+            asked=budget_bytes,
+        )
+
+
+def _create(
+    path: Path, table_path: Path, budget_bytes: int, store: bytes, boot_id: str, identity: bytes
+) -> None:
+    header = _HEADER.pack(
+        _MAGIC, _VERSION, store, identity, boot_id.encode(), budget_bytes, _region(budget_bytes)
+    )
+    _create_file(path, POOLS_MAX * _region(budget_bytes), b"")
+    _create_file(table_path, _TABLES_OFFSET, _with_check(header))
+
+
+def _create_file(path: Path, size_bytes: int, content: bytes) -> None:
+    draft = path.with_name(path.name + ".tmp")
+    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(fd, size_bytes)
+        os.pwrite(fd, content, 0)
+    finally:
+        os.close(fd)
+    draft.rename(path)

@@ -1,0 +1,352 @@
+"""The disk tier: blocks in fixed slots of preallocated segment files.
+
+A slot is one header and one payload, each rounded up to 4096 bytes, written by one ``pwritev``:
+
+    offset  size   field
+    0       8      magic TKVBLK\\0\\1
+    8       4      format version, 1 (little-endian, like all integers)
+    12      4      bytes of the entry
+    16      ...    the entry (see ``entry``)
+    ...     ...    zeroes up to a multiple of 4096 (one page unless blocks have over 980 tokens)
+    then    length the payload
+    ...     ...    up to a multiple of 4096, without meaning
+
+Every byte of header and payload is checked when a block is read, so a slot needs no other
+protection. Where a slot lies follows from its number, the pool's slot size and ``segment_bytes``:
+a store keeps the ``segment_bytes`` it was made with, or finds none of its blocks again.
+
+Threads: any thread may call any method at any time, on different slots; a slot may be read by
+several threads. ``add_pool`` comes before all use of a pool, ``close`` after it.
+
+Crash: whatever a dying process leaves in a slot either is a whole block, named by its id, or fails
+the checks. A reader learns from the log which id a slot should hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierkv.core.ids import I64, U8, U32, U64, Bool
+from tierkv.core.spec import PAGE
+from tierkv.errors import InvariantViolation, TierFailed, TierFull, require
+from tierkv.tiers.arena import Arena
+from tierkv.tiers.copy import sum_matches, whole_entries
+from tierkv.tiers.entry import Entries, blank_entries, checksum, entry_dtype, has_sum, set_checks
+from tierkv.tiers.runs import consecutive_runs
+from tierkv.tiers.segments import Segments, tier_error
+from tierkv.tiers.storage import BlockStorage
+
+MAGIC = b"TKVBLK\x00\x01"
+FORMAT_VERSION = 1
+PREFIX_BYTES = 16
+
+MERGE_BYTES_MAX = 8 << 20
+MERGE_SLOTS_MAX = 256  # at three buffers a slot, below the 1024 of one system call
+SCAN_SLOTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class WriteResult:
+    """What became of a batch of blocks that were to be written, arrays of shape [n].
+
+    ``written``: the block is in its slot. ``intact``: the source's entry was valid and its payload
+    had the checksum that the entry states, if any; a block that is not intact is never written.
+    ``sum_hi``, ``sum_lo``: the payload's checksum, 0 where it is not intact. ``error``: why the
+    rest of the batch was given up, or None.
+    """
+
+    written: Bool
+    intact: Bool
+    sum_hi: U64
+    sum_lo: U64
+    error: TierFull | TierFailed | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    block_bytes: int
+    block_tokens: int
+    header_bytes: int
+    slot_bytes: int
+    slot_count: int
+    prefix: U8
+    segments: Segments
+
+    def require_slots(self, slots: U32) -> None:
+        """Raise InvariantViolation if the pool has no such slots."""
+        require(len(slots) == 0 or int(slots.max()) < self.slot_count, "slots are in the pool")
+
+    def runs(self, slots: U32) -> list[I64]:
+        """The request's indices in runs that one system call can move."""
+        self.require_slots(slots)
+        return consecutive_runs(
+            slots,
+            length_max=min(MERGE_SLOTS_MAX, max(1, MERGE_BYTES_MAX // self.slot_bytes)),
+            boundary=self.segments.slots_per_segment,
+        )
+
+    def locate(self, slot: int) -> tuple[int, int]:
+        """Segment and offset of a slot."""
+        segment, place = divmod(slot, self.segments.slots_per_segment)
+        return segment, place * self.slot_bytes
+
+    def pack(self, entries: Entries) -> U8:
+        """Header pages for entries, shape [n, header_bytes]."""
+        pages = np.zeros((len(entries), self.header_bytes), np.uint8)
+        size = entries.dtype.itemsize
+        pages[:, :PREFIX_BYTES] = self.prefix
+        pages[:, PREFIX_BYTES : PREFIX_BYTES + size] = entries.view(np.uint8).reshape(-1, size)
+        return pages
+
+    def unpack(self, pages: U8) -> tuple[Entries, Bool]:
+        """The entries in header pages, and which pages are sound in every byte."""
+        dtype = entry_dtype(self.block_tokens)
+        end = PREFIX_BYTES + dtype.itemsize
+        body = np.ascontiguousarray(pages[:, PREFIX_BYTES:end])
+        entries: Entries = body.view(dtype).reshape(-1)
+        ok: Bool = (pages[:, :PREFIX_BYTES] == self.prefix).all(axis=1)
+        ok &= ~pages[:, end:].any(axis=1)
+        ok &= whole_entries(entries, self.block_bytes)
+        return entries, ok
+
+
+class DiskTier:
+    """All pools of the disk tier, in one directory.
+
+    ``read_errors`` counts the reads that the operating system refused; it only grows.
+    """
+
+    def __init__(
+        self, directory: str, budget_bytes: int, segment_bytes: int, storage: BlockStorage
+    ) -> None:
+        """Make the directory (an absolute path) if need be. Raises TierFull or TierFailed."""
+        self.read_errors = 0
+        self._directory = directory
+        self._budget_bytes = budget_bytes
+        self._segment_bytes = segment_bytes
+        self._storage = storage
+        self._pools: dict[int, _Pool] = {}
+        self._counting = threading.Lock()
+        try:
+            with contextlib.suppress(FileExistsError):
+                storage.mkdir(directory)
+            storage.fsync_dir(os.path.dirname(directory))
+        except OSError as error:
+            raise tier_error(error, "make the directory", directory) from error
+
+    def add_pool(self, pool: int, block_bytes: int, block_tokens: int) -> None:
+        """Get ready for a pool; no file is made. Adding it again changes nothing.
+
+        Raises TierFailed.
+        """
+        present = self._pools.get(pool)
+        if present is not None:
+            same = (present.block_bytes, present.block_tokens) == (block_bytes, block_tokens)
+            require(same, f"pool {pool} was added before with another geometry")
+            return
+        entry_bytes = entry_dtype(block_tokens).itemsize
+        header_bytes = _whole_pages(PREFIX_BYTES + entry_bytes)
+        slot_bytes = header_bytes + _whole_pages(block_bytes)
+        slot_count = self._budget_bytes // slot_bytes
+        prefix = MAGIC + FORMAT_VERSION.to_bytes(4, "little") + entry_bytes.to_bytes(4, "little")
+        self._pools[pool] = _Pool(
+            block_bytes=block_bytes,
+            block_tokens=block_tokens,
+            header_bytes=header_bytes,
+            slot_bytes=slot_bytes,
+            slot_count=slot_count,
+            prefix=np.frombuffer(prefix, np.uint8),
+            segments=Segments(
+                self._directory,
+                pool,
+                slot_bytes=slot_bytes,
+                slot_count=slot_count,
+                slots_per_segment=max(1, self._segment_bytes // slot_bytes),
+                storage=self._storage,
+            ),
+        )
+
+    def slot_count(self, pool: int) -> int:
+        """How many slots the pool has if it gets the whole budget."""
+        return self._pool(pool).slot_count
+
+    def slot_bytes(self, pool: int) -> int:
+        """What a slot takes on disk, header included."""
+        return self._pool(pool).slot_bytes
+
+    def write(self, pool: int, slots: U32, arena: Arena, arena_slots: U32) -> WriteResult:
+        """Write blocks from the arena into disk slots (both shape [n]); one ``pwritev`` or less.
+
+        Never writes a block whose payload does not have the checksum in its entry. Gives the rest
+        of the batch up after the first error; what is written before it stays written. Raises
+        nothing for the medium's errors: they are in the result.
+        """
+        known = self._pool(pool)
+        require(arena.block_bytes(pool) == known.block_bytes, "arena and disk have the same pools")
+        entries, intact = _checked_source(arena, pool, arena_slots)
+        written = np.zeros(len(slots), np.bool_)
+        chosen = np.flatnonzero(intact)
+        memory = arena.slots(pool)
+        failure: TierFull | TierFailed | None = None
+        for run in known.runs(slots[chosen]):
+            indices = chosen[run]
+            segment, offset = known.locate(int(slots[indices[0]]))
+            headers = known.pack(entries[indices])
+            buffers = _slot_buffers(known, headers, memory, arena_slots[indices])
+            try:
+                fd = known.segments.fd_to_write(segment)
+                self._storage.pwritev(fd, buffers, offset)
+            except OSError as error:
+                failure = tier_error(error, "write", known.segments.path(segment))
+            except (TierFull, TierFailed) as error:
+                failure = error
+            if failure is not None:
+                break
+            known.segments.mark_dirty(segment)
+            written[indices] = True
+        sum_hi = np.where(intact, entries["sum_hi"], 0)
+        sum_lo = np.where(intact, entries["sum_lo"], 0)
+        return WriteResult(written, intact, sum_hi, sum_lo, failure)
+
+    def read(
+        self, pool: int, slots: U32, expected_ids: U64, arena: Arena, arena_slots: U32
+    ) -> Bool:
+        """Read blocks into the arena (all arrays shape [n]); True where every check holds.
+
+        Checked are the header in every byte, the block's id and the payload's checksum. Where one
+        fails, or the slot cannot be read at all, the arena's entry is empty and its payload
+        without meaning.
+
+        Crash: the arena's entry is emptied first and written last.
+        """
+        known = self._pool(pool)
+        require(arena.block_bytes(pool) == known.block_bytes, "arena and disk have the same pools")
+        arena.empty(pool, arena_slots)
+        good = np.zeros(len(slots), np.bool_)
+        for run in known.runs(slots):
+            entries, ok = self._read_run(known, slots[run], arena.slots(pool), arena_slots[run])
+            ok &= (entries["id"] == expected_ids[run]) & has_sum(entries)
+            payload = arena.payload(pool)
+            for index in np.flatnonzero(ok).tolist():
+                ok[index] = sum_matches(entries, index, payload[arena_slots[run[index]]])
+            arena.table(pool)[arena_slots[run[ok]]] = entries[ok]
+            good[run] = ok
+        return good
+
+    def headers(self, pool: int, slots: U32) -> tuple[Entries, Bool]:
+        """The entries in the slots' headers, and which of them are sound; both shape [n].
+
+        Reads no payload. The entry of a slot that is not sound is empty.
+        """
+        known = self._pool(pool)
+        pages = np.zeros((len(slots), known.header_bytes), np.uint8)
+        known.require_slots(slots)
+        for index in np.argsort(slots).tolist():
+            self._read_some(known, int(slots[index]), [pages[index].data])
+        entries, ok = known.unpack(pages)
+        entries[~ok] = np.zeros((), entries.dtype)
+        return entries, ok
+
+    def scan(self, pool: int) -> Iterator[tuple[int, np.void]]:
+        """Every slot of the existing segments with a sound header, and its entry, ascending."""
+        known = self._pool(pool)
+        width = known.segments.slots_per_segment
+        for segment in known.segments.present():
+            end = min((segment + 1) * width, known.slot_count)
+            for start in range(segment * width, end, SCAN_SLOTS):
+                slots = np.arange(start, min(start + SCAN_SLOTS, end), dtype=np.uint32)
+                entries, ok = self.headers(pool, slots)
+                for index in np.flatnonzero(ok).tolist():
+                    yield int(slots[index]), entries[index]
+
+    def sync(self) -> None:
+        """Make every write that has returned durable. Raises TierFailed: then nothing is sure."""
+        for pool in list(self._pools.values()):
+            pool.segments.sync()
+
+    def close(self) -> None:
+        """Close all files, without syncing them."""
+        for pool in self._pools.values():
+            pool.segments.close()
+        self._pools.clear()
+
+    def _pool(self, pool: int) -> _Pool:
+        try:
+            return self._pools[pool]
+        except KeyError:
+            raise InvariantViolation(f"pool {pool} was not added to {self._directory}") from None
+
+    def _read_run(
+        self, known: _Pool, slots: U32, memory: U8, arena_slots: U32
+    ) -> tuple[Entries, Bool]:
+        """Read consecutive slots; their entries, and which slots are whole up to the checksum."""
+        headers = np.zeros((len(slots), known.header_bytes), np.uint8)
+        buffers = _slot_buffers(known, headers, memory, arena_slots)
+        done = self._read_some(known, int(slots[0]), buffers)
+        if done is None and len(slots) > 1:
+            # The refusal may be about one slot only: its neighbours get their own chance.
+            parts = [
+                self._read_run(known, slots[i : i + 1], memory, arena_slots[i : i + 1])
+                for i in range(len(slots))
+            ]
+            return (
+                np.concatenate([entries for entries, _ in parts]),
+                np.concatenate([ok for _, ok in parts]),
+            )
+        if done is None:
+            return blank_entries(len(slots), known.block_tokens), np.zeros(len(slots), np.bool_)
+        entries, ok = known.unpack(headers)
+        ends = np.arange(len(slots)) * known.slot_bytes + known.header_bytes + known.block_bytes
+        return entries, ok & (ends <= done)
+
+    def _read_some(self, known: _Pool, slot: int, buffers: list[memoryview]) -> int | None:
+        """Read from a slot on; bytes read (0 without a segment), None if the system refused."""
+        segment, offset = known.locate(slot)
+        try:
+            fd = known.segments.fd_to_read(segment)
+            return 0 if fd is None else self._storage.preadv(fd, buffers, offset)
+        except OSError:
+            with self._counting:
+                self.read_errors += 1
+            return None
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE) * PAGE
+
+
+def _checked_source(arena: Arena, pool: int, slots: U32) -> tuple[Entries, Bool]:
+    """Entries, with checksums, of blocks about to be written, and which blocks are intact."""
+    entries: Entries = arena.table(pool)[slots]
+    intact = whole_entries(entries, arena.block_bytes(pool))
+    known = has_sum(entries)
+    payload = arena.payload(pool)
+    for index in np.flatnonzero(intact).tolist():
+        block = payload[slots[index]]
+        if known[index]:
+            intact[index] = sum_matches(entries, index, block)
+        else:
+            entries["sum_hi"][index], entries["sum_lo"][index] = checksum(block)
+    fresh = entries[~known]
+    set_checks(fresh)
+    entries[~known] = fresh
+    return entries, intact
+
+
+def _slot_buffers(known: _Pool, headers: U8, memory: U8, arena_slots: U32) -> list[memoryview]:
+    """Header and memory of consecutive disk slots, in the order they have on disk."""
+    stride = memory.shape[1]
+    padding = np.zeros(known.slot_bytes - known.header_bytes - stride, np.uint8)
+    buffers: list[memoryview] = []
+    for index, slot in enumerate(arena_slots.tolist()):
+        buffers.append(headers[index].data)
+        buffers.append(memory[slot].data)
+        if len(padding):
+            buffers.append(padding.data)
+    return buffers

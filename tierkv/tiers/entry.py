@@ -1,0 +1,153 @@
+"""The slot entry: what says which block a slot holds, in RAM slot tables and disk headers alike.
+
+An entry is a fixed-size little-endian struct whose size depends only on the tokens per block:
+
+    offset  size              field
+    0       8                 id         64-bit block id, never reused; 0 = the slot is empty
+    8       8                 parent     id of the block before it in its chain; 0 = first
+    16      8 + 8             hash       chain hash, high and low half
+    32      8 + 8             sum        xxh3_128 of the payload; both 0 = not computed yet
+    48      8                 extra      xxh3_64 of the extra keys; 0 = none
+    56      4                 length     payload bytes; always the pool's block bytes
+    60      4                 namespace
+    64      4 x block_tokens  tokens     token ids
+    ...     0 or 4            reserved   zero; keeps the size a multiple of 8
+    ...     8                 check      xxh3_64 of all bytes before it
+
+An empty entry is all zeroes, which is no valid entry either: its check would not be 0.
+
+128-bit digests travel as 16 big-endian bytes; their halves are ordinary integers here.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tierkv.core.ids import U8, U64, Bool
+from tierkv.errors import InvalidArgument
+
+DIGEST_BYTES = 16
+CHECK_BYTES = 8
+_LOW_HALF = (1 << 64) - 1
+
+Entries = npt.NDArray[np.void]
+"""Entries of one pool, shape [n], dtype ``entry_dtype(block_tokens)``."""
+
+Integers = npt.ArrayLike
+"""An integer for all entries, or one integer per entry."""
+
+
+@functools.cache
+def entry_dtype(block_tokens: int) -> np.dtype[np.void]:
+    """The dtype of an entry for blocks of ``block_tokens`` tokens."""
+    fields: list[tuple[str, str] | tuple[str, str, tuple[int]]] = [
+        ("id", "<u8"),
+        ("parent", "<u8"),
+        ("hash_hi", "<u8"),
+        ("hash_lo", "<u8"),
+        ("sum_hi", "<u8"),
+        ("sum_lo", "<u8"),
+        ("extra", "<u8"),
+        ("length", "<u4"),
+        ("namespace", "<u4"),
+        ("tokens", "<u4", (block_tokens,)),
+    ]
+    if block_tokens % 2:
+        fields.append(("reserved", "<u4"))
+    fields.append(("check", "<u8"))
+    return np.dtype(fields)
+
+
+def blank_entries(count: int, block_tokens: int) -> Entries:
+    """``count`` empty entries."""
+    return np.zeros(count, entry_dtype(block_tokens))
+
+
+def make_entries(
+    *,
+    ids: npt.NDArray[np.uint64],
+    parents: Integers,
+    hash_hi: Integers,
+    hash_lo: Integers,
+    tokens: npt.NDArray[np.uint32],
+    length: Integers,
+    namespace: Integers,
+    extra: Integers = 0,
+    sum_hi: Integers = 0,
+    sum_lo: Integers = 0,
+) -> Entries:
+    """Entries with their checks set.
+
+    ``ids`` has shape [n], ``tokens`` [n, block_tokens]; all other arguments are one integer or n.
+    Leave the sum out where the payload may still change.
+    """
+    entries = blank_entries(len(ids), tokens.shape[1])
+    entries["id"] = ids
+    entries["parent"] = parents
+    entries["hash_hi"] = hash_hi
+    entries["hash_lo"] = hash_lo
+    entries["sum_hi"] = sum_hi
+    entries["sum_lo"] = sum_lo
+    entries["extra"] = extra
+    entries["length"] = length
+    entries["namespace"] = namespace
+    entries["tokens"] = tokens
+    set_checks(entries)
+    return entries
+
+
+def set_checks(entries: Entries) -> None:
+    """Compute every entry's check. Mutates ``entries``."""
+    entries["check"] = _checks(entries)
+
+
+def checks_match(entries: Entries) -> Bool:
+    """Which entries are whole and not empty, shape [n]."""
+    whole: Bool = (entries["check"] == _checks(entries)) & (entries["id"] != 0)
+    return whole
+
+
+def has_sum(entries: Entries) -> Bool:
+    """Which entries know their payload's checksum, shape [n]."""
+    known: Bool = (entries["sum_hi"] | entries["sum_lo"]) != 0
+    return known
+
+
+def _checks(entries: Entries) -> U64:
+    size = entries.dtype.itemsize
+    data = np.ascontiguousarray(entries).view(np.uint8).data
+    digest = xxhash.xxh3_64_intdigest
+    starts = range(0, len(entries) * size, size)
+    covered = size - CHECK_BYTES
+    return np.fromiter((digest(data[at : at + covered]) for at in starts), np.uint64, len(entries))
+
+
+def checksum(payload: U8) -> tuple[int, int]:
+    """xxh3_128 of a contiguous payload, as (high, low) half. Frees the GIL for big payloads."""
+    digest = xxhash.xxh3_128_intdigest(payload.data)
+    return digest >> 64, digest & _LOW_HALF
+
+
+def split_hashes(hashes: bytes | memoryview) -> tuple[U64, U64]:
+    """n x 16 digest bytes as two u64 arrays of shape [n]: high halves, low halves.
+
+    Raises InvalidArgument if the length is not a multiple of 16.
+    """
+    if len(hashes) % DIGEST_BYTES:
+        raise InvalidArgument(
+            f"hashes have {len(hashes)} bytes; they must be a multiple of {DIGEST_BYTES}"
+        )
+    halves = np.frombuffer(hashes, ">u8").reshape(-1, 2)
+    return halves[:, 0].astype(np.uint64), halves[:, 1].astype(np.uint64)
+
+
+def join_hashes(high: U64, low: U64) -> bytes:
+    """The inverse of ``split_hashes``."""
+    halves = np.empty((len(high), 2), ">u8")
+    halves[:, 0] = high
+    halves[:, 1] = low
+    return halves.tobytes()

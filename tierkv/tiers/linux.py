@@ -1,0 +1,52 @@
+"""The Linux calls that Python's ``os`` and ``mmap`` lack, or make while holding the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+
+from tierkv.core.ids import U8
+
+# From linux/falloc.h, asm-generic/mman-common.h and linux/magic.h.
+_FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
+_MADV_HUGEPAGE = 14
+_TMPFS_MAGIC = 0x01021994
+_STATFS_BYTES_MAX = 512
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def punch_hole(fd: int, offset: int, length: int) -> None:
+    """Give a byte range of a file back to the file system; it then reads as zeroes.
+
+    Raises OSError.
+    """
+    mode = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+    failed = _libc().fallocate(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(length))
+    if failed:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def advise_huge_pages(mapped: U8) -> bool:
+    """Ask for huge pages behind a page-aligned mapping; False if the kernel refuses."""
+    address = ctypes.c_void_p(mapped.ctypes.data)
+    return bool(_libc().madvise(address, ctypes.c_size_t(mapped.nbytes), _MADV_HUGEPAGE) == 0)
+
+
+def is_tmpfs(path: str | os.PathLike[str]) -> bool:
+    """Whether a path lies on a tmpfs, whose content ends with the kernel that holds it.
+
+    Raises OSError.
+    """
+    answer = ctypes.create_string_buffer(_STATFS_BYTES_MAX)
+    if _libc().statfs(os.fsencode(path), answer):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), os.fspath(path))
+    # The file system's type is the first word of the struct on every 64-bit Linux.
+    return int.from_bytes(answer.raw[:8], "little") == _TMPFS_MAGIC
