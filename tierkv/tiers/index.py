@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 
 import lmdb
@@ -175,14 +176,16 @@ class Index:
         with self._lock:
             try:
                 with self._env.begin() as txn:
-                    blocks = list(txn.cursor(self._blocks))
+                    # Two passes, as a million tuples would keep the garbage collector busy.
+                    keys = list(txn.cursor(self._blocks).iternext(values=False))
+                    parts = list(txn.cursor(self._blocks).iternext(keys=False))
                     named = {name: list(txn.cursor(db)) for name, db in self._named.items()}
                     meta = list(txn.cursor(self._meta))
             except lmdb.Error as error:
                 raise TierFailed(
                     f"cannot read the index {self.path}: {error}", path=str(self.path)
                 ) from error
-        rows, values, bad = _decode_blocks(blocks)
+        rows, values, bad = _decode_blocks(keys, parts)
         tables: dict[str, dict[int, bytes]] = {}
         for name, items in named.items():
             sound = {key: value[:-_CHECK_BYTES] for key, value in items if _is_sound(key, value)}
@@ -322,12 +325,17 @@ def _encode_blocks(rows: U32, values: Values) -> list[tuple[bytes, bytes]]:
     return list(zip(_row_keys(rows), parts, strict=True))
 
 
-def _decode_blocks(items: Iterable[tuple[bytes, bytes]]) -> tuple[U32, Values, int]:
+def _decode_blocks(keys: list[bytes], parts: list[bytes]) -> tuple[U32, Values, int]:
     """Rows, values and the number of bad ones left out."""
-    pairs = list(items)
-    sized = [pair for pair in pairs if len(pair[0]) == _ROW_BYTES and len(pair[1]) == _STORED_BYTES]
-    rows = np.frombuffer(b"".join(key for key, _ in sized), ">u4").astype(np.uint32)
-    stored = np.frombuffer(b"".join(value for _, value in sized), _STORED)
+    count = len(keys)
+    sized = [
+        len(key) == _ROW_BYTES and len(part) == _STORED_BYTES
+        for key, part in zip(keys, parts, strict=True)
+    ]
+    if not all(sized):
+        keys, parts = list(compress(keys, sized)), list(compress(parts, sized))
+    rows = np.frombuffer(b"".join(keys), ">u4").astype(np.uint32)
+    stored = np.frombuffer(b"".join(parts), _STORED)
     values = np.ascontiguousarray(stored["value"])
     sound = _row_checks(rows, values) == stored["check"]
-    return rows[sound], values[sound], len(pairs) - int(sound.sum())
+    return rows[sound], values[sound], count - int(sound.sum())
