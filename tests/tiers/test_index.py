@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierkv.core.blocks import VALUE
 from tierkv.errors import CorruptionError, TierFailed
-from tierkv.tiers.index import BLOCK_VALUE, Index, IndexChanges
+from tierkv.tiers.index import Index, IndexChanges
 
 MAP_BYTES = 64 << 20
 
@@ -47,8 +48,8 @@ def open_index(path: Path) -> Iterator[OpenIndex]:
 
 def some_values(rows: np.ndarray, seed: int = 1) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    values = np.zeros(len(rows), BLOCK_VALUE)
-    for name in ("id", "parent", "hash_hi", "hash_lo", "sum_hi", "sum_lo", "extra"):
+    values = np.zeros(len(rows), VALUE)
+    for name in ("id", "parent", "hash_hi", "hash_lo", "sum_hi", "sum_lo"):
         values[name] = rng.integers(0, 2**64, len(rows), np.uint64)
     for name in ("slot_device", "slot_host", "slot_disk"):
         values[name] = rng.integers(0, 2**32, len(rows), np.uint32)
@@ -75,14 +76,14 @@ def break_value(path: Path, database: bytes, key: bytes) -> None:
 def test_a_new_index_is_empty(open_index: OpenIndex) -> None:
     contents = open_index().load()
     assert contents.rows.tolist() == []
-    assert contents.values.dtype == BLOCK_VALUE
+    assert contents.values.dtype == VALUE
     assert (contents.sequences, contents.leases, contents.namespaces) == ({}, {}, {})
     assert contents.meta == {}
     assert contents.bad_rows == 0
 
 
 def test_a_value_has_the_documented_size() -> None:
-    assert BLOCK_VALUE.itemsize == 96
+    assert VALUE.itemsize == 64
 
 
 def test_a_checkpoint_comes_back_after_a_restart(open_index: OpenIndex) -> None:
@@ -148,7 +149,7 @@ def test_checkpoints_agree_with_a_dictionary(
     blocks: dict[int, int] = {}
     leases: dict[int, bytes] = {}
     for put, deleted, changed_leases in steps:
-        values = np.zeros(len(put), BLOCK_VALUE)
+        values = np.zeros(len(put), VALUE)
         values["id"] = np.array(list(put.values()), np.uint64)
         index.commit(
             IndexChanges(
@@ -289,7 +290,7 @@ def commit_for_ever(path: Path, ready: Any) -> None:
     lsn = 0
     while True:
         lsn += 1
-        values = np.zeros(200, BLOCK_VALUE)
+        values = np.zeros(200, VALUE)
         values["id"] = lsn
         index.commit(IndexChanges(rows=rows, values=values, meta={"ckpt_lsn": lsn}))
         if lsn == 20:

@@ -32,6 +32,7 @@ class Entries:
     All u64 [n], but ``tokens`` u32 [n, block_tokens]. ``extras``: digests of the extra keys.
     """
 
+    namespace: int
     ids: U64
     parents: U64
     hash_hi: U64
@@ -292,7 +293,8 @@ class Placement:
     ) -> int:
         """Log the copies that arrived; forget source copies that turned out damaged."""
         alive = self._still(rows, ids, source)
-        good = alive & result.ok & ~self.state.blocks.has_copy(rows, target)
+        sound = result.ok & self._sums_agree(source, rows, result)
+        good = alive & sound & ~self.state.blocks.has_copy(rows, target)
         if good.any():
             records = self._records(Kind.PLACE, rows[good], target, slots[good])
             records["extra_hi"] = result.sum_hi[good]
@@ -303,13 +305,22 @@ class Placement:
             self.counters.moved_blocks[source, target] += moved
             shape = self.state.pools[int(self.state.pool_of(rows[:1])[0])]
             self.counters.moved_bytes[source, target] += moved * shape.block_bytes
-        bad = rows[alive & ~result.ok]
+        bad = rows[alive & ~sound]
         if len(bad):
             self.counters.checksum_failures[source] += len(bad)
             # A worker may have the bytes mapped: its copy cannot be taken away under it.
             unmapped = bad[self.state.blocks.active[bad] == 0] if source is Tier.DEVICE else bad
             self._drop(source, unmapped, "corrupt")
         return int(np.count_nonzero(good))
+
+    def _sums_agree(self, source: Tier, rows: I64, result: Moved) -> Bool:
+        """Whether the bytes are those the log knows: a slot may hold an older copy of a block."""
+        blocks = self.state.blocks
+        same = (result.sum_hi == blocks.sum_hi[rows]) & (result.sum_lo == blocks.sum_lo[rows])
+        if source is Tier.DEVICE:
+            # A block that was still open in the device tier has been written on since.
+            same |= (blocks.flags[rows] & SEALED) == 0
+        return np.asarray(same)
 
     def bring_up(self, rows: I64) -> Flow[int]:
         """Give every row a device copy; returns how many leading rows have a usable one.

@@ -156,7 +156,8 @@ class Planner:
         self._check_size(len(chain))
         identity = self._new_identity(lease, local)
         if identity in self.state.sequences:
-            return self.table(self.state.sequences[identity])
+            # Asked before: maybe by a worker whose daemon died on the way to the reply.
+            return (yield from self.resume(lease, local))
         rows = self._match(namespace, chain.hi, chain.lo)
         rows = rows[: self._proven(rows, chain)]
         by_tier = self._best_tiers(rows)
@@ -548,7 +549,15 @@ class Planner:
         """Write slot entries. They must be there before the log says the slot holds the block."""
         ids = self.state.blocks.id[rows]
         entries = Entries(
-            ids, parents, chain.hi, chain.lo, sum_hi, sum_lo, chain.extras, chain.tokens
+            sequence.namespace,
+            ids,
+            parents,
+            chain.hi,
+            chain.lo,
+            sum_hi,
+            sum_lo,
+            chain.extras,
+            chain.tokens,
         )
         self.placement.tables.fill(Tier.DEVICE, self._pool(sequence.namespace), slots, entries)
 

@@ -185,6 +185,18 @@ class State:
         """All rows that hold a block, shape [n]."""
         return self.row_set.used()
 
+    def resize(self, budgets: dict[Tier, int]) -> None:
+        """Take new budgets, after recovery; no copy may lie beyond them. Mutates."""
+        self.budgets = budgets
+        for (tier, pool), slots in self.slots.items():
+            slots.capacity = min(budgets[tier] // self.slot_bytes(tier, pool), NO_SLOT - 1)
+
+    def reindex(self) -> None:
+        """Get the free lists ready for live work, after recovery. Mutates."""
+        self.row_set.reindex()
+        for slots in self.slots.values():
+            slots.reindex()
+
     # --- changing ---------------------------------------------------------------------------------
 
     def apply(self, records: Records) -> None:

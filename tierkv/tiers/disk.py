@@ -151,8 +151,8 @@ class DiskTier:
             require(same, f"pool {pool} was added before with another geometry")
             return
         entry_bytes = entry_dtype(block_tokens).itemsize
-        header_bytes = _whole_pages(PREFIX_BYTES + entry_bytes)
-        slot_bytes = header_bytes + _whole_pages(block_bytes)
+        slot_bytes = disk_slot_bytes(block_bytes, block_tokens)
+        header_bytes = slot_bytes - _whole_pages(block_bytes)
         slot_count = self._budget_bytes // slot_bytes
         prefix = MAGIC + FORMAT_VERSION.to_bytes(4, "little") + entry_bytes.to_bytes(4, "little")
         self._pools[pool] = _Pool(
@@ -315,6 +315,12 @@ class DiskTier:
             with self._counting:
                 self.read_errors += 1
             return None
+
+
+def disk_slot_bytes(block_bytes: int, block_tokens: int) -> int:
+    """What one block takes on disk: header and payload, each in whole pages."""
+    entry_bytes = entry_dtype(block_tokens).itemsize
+    return _whole_pages(PREFIX_BYTES + entry_bytes) + _whole_pages(block_bytes)
 
 
 def _whole_pages(size_bytes: int) -> int:

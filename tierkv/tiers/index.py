@@ -3,7 +3,7 @@
 Five databases. Every value ends in xxh3_64 over key and value (little-endian u8), because LMDB has
 no checksums of its own:
 
-    blocks      row u4 (big-endian)  -> BLOCK_VALUE (96 bytes)
+    blocks      row u4 (big-endian)  -> core.blocks.VALUE (64 bytes)
     sequences   sequence id u8 (BE)  -> bytes
     leases      lease id u8 (BE)     -> bytes
     namespaces  namespace id u8 (BE) -> bytes
@@ -31,30 +31,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from tierkv.core.blocks import VALUE
 from tierkv.core.ids import U32
 from tierkv.errors import CorruptionError, TierFailed, TierFull, require
 
-BLOCK_VALUE = np.dtype(
-    [
-        ("id", "<u8"),
-        ("parent", "<u8"),
-        ("hash_hi", "<u8"),
-        ("hash_lo", "<u8"),
-        ("sum_hi", "<u8"),
-        ("sum_lo", "<u8"),
-        ("extra", "<u8"),
-        ("namespace", "<u2"),
-        ("flags", "<u2"),
-        ("slot_device", "<u4"),
-        ("slot_host", "<u4"),
-        ("slot_disk", "<u4"),
-        ("reserved", "<u8", (3,)),
-    ]
-)
-"""What the index knows of a block. A slot is NO_SLOT where the tier has no copy."""
-
 _CHECK_BYTES = 8
-_STORED_BYTES = BLOCK_VALUE.itemsize + _CHECK_BYTES
+_STORED_BYTES = VALUE.itemsize + _CHECK_BYTES
 _ROW_BYTES = 4
 _NAME_BYTES = 8
 _INTEGER_BYTES = 16
@@ -62,7 +44,7 @@ _ROWS_AT_ONCE = 8192  # bounds the time that one stretch of Python holds the GIL
 _ROW_COST_BYTES = 256  # a row's room in LMDB with ample slack, for sizing the map
 
 Values = npt.NDArray[np.void]
-"""Rows of the index, shape [n], dtype BLOCK_VALUE."""
+"""Rows of the index, shape [n], dtype VALUE."""
 
 
 def _no_rows() -> U32:
@@ -70,14 +52,14 @@ def _no_rows() -> U32:
 
 
 def _no_values() -> Values:
-    return np.zeros(0, BLOCK_VALUE)
+    return np.zeros(0, VALUE)
 
 
 @dataclass(slots=True)
 class IndexChanges:
     """What differs from the last checkpoint.
 
-    ``rows`` (u32 [n]) get ``values`` (BLOCK_VALUE [n]); ``deleted_rows`` (u32 [m]) go, unless they
+    ``rows`` (u32 [n]) get ``values`` (VALUE [n]); ``deleted_rows`` (u32 [m]) go, unless they
     are also in ``rows``. In the other tables None deletes a key.
     """
 
@@ -303,17 +285,17 @@ def _row_keys(rows: U32) -> Iterator[bytes]:
 
 def _row_checks(rows: U32, values: Values) -> npt.NDArray[np.uint64]:
     """xxh3_64 over key and value of each row, shape [n]."""
-    size = _ROW_BYTES + BLOCK_VALUE.itemsize
+    size = _ROW_BYTES + VALUE.itemsize
     covered = np.empty((len(rows), size), np.uint8)
     covered[:, :_ROW_BYTES] = rows.astype(">u4").view(np.uint8).reshape(-1, _ROW_BYTES)
-    covered[:, _ROW_BYTES:] = values.view(np.uint8).reshape(-1, BLOCK_VALUE.itemsize)
+    covered[:, _ROW_BYTES:] = values.view(np.uint8).reshape(-1, VALUE.itemsize)
     data = covered.tobytes()
     digest = xxhash.xxh3_64_intdigest
     starts = range(0, len(data), size)
     return np.fromiter((digest(data[at : at + size]) for at in starts), np.uint64, len(rows))
 
 
-_STORED = np.dtype([("value", BLOCK_VALUE), ("check", "<u8")])
+_STORED = np.dtype([("value", VALUE), ("check", "<u8")])
 
 
 def _encode_blocks(rows: U32, values: Values) -> list[tuple[bytes, bytes]]:

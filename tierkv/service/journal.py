@@ -1,0 +1,169 @@
+"""Core records become log frames, and replies wait until they are as durable as promised.
+
+All requests of one loop turn share one frame and one write. With durability
+
+- ``kill``: the frame is written (so the kernel has it) before any reply of the turn goes out;
+- ``power``: a thread syncs the log, replies follow; the next turn gathers meanwhile, no timer;
+- ``none``: replies go out at once, the frame is written some milliseconds later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from tierkv_wal import WalDead
+
+from tierkv.core.records import Records
+from tierkv.core.state import State
+
+
+class LogWriter(Protocol):
+    """The part of ``tierkv_wal.WalWriter`` that the journal uses."""
+
+    @property
+    def appended_lsn(self) -> int: ...
+    @property
+    def written_lsn(self) -> int: ...
+    @property
+    def durable_lsn(self) -> int: ...
+    def append(self, records: Records, flags: int = 0) -> int: ...
+    def write(self) -> int: ...
+    def sync(self) -> int: ...
+
+
+class Journal:
+    """Logs and applies records; releases replies.
+
+    ``on_death`` is called once if the log cannot be written or synced: the daemon must exit, for
+    nobody knows what the disk holds now.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        writer: LogWriter,
+        durability: str,
+        none_flush_s: float,
+        on_death: Callable[[Exception], None],
+        on_sync: Callable[[float], None] = lambda _seconds: None,
+    ) -> None:
+        self._state = state
+        self._writer = writer
+        self._durability = durability
+        self._none_flush_s = none_flush_s
+        self._on_death = on_death
+        self._on_sync = on_sync
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self._flush_scheduled = False
+        self._syncing = False
+        self._dead = False
+        self._sync_thread = ThreadPoolExecutor(1, "tierkv-wal-sync")
+
+    def commit(self, records: Records) -> None:
+        """Apply records and put them into the turn's frame. Mutates the state."""
+        self._state.apply(records)
+        try:
+            self._writer.append(records)
+        except (OSError, WalDead) as error:
+            self._die(error)
+            return
+        self._schedule_flush()
+
+    def release(self, reply: Callable[[], None]) -> None:
+        """Call ``reply`` when all that is committed by now is durable enough."""
+        if self._dead:
+            return
+        lsn = self._writer.appended_lsn
+        if self._durability == "none" or lsn <= self._acked_lsn():
+            reply()
+            return
+        self._waiting.append((lsn, reply))
+
+    async def settle(self) -> None:
+        """Return when freed slots may be overwritten: their records are as durable as replies.
+
+        Even with durability ``none`` they are written first, in the order of the log.
+        """
+        if self._dead:
+            raise WalDead("the log failed; the daemon is about to exit")
+        self._flush()
+        if self._durability == "power" and self._writer.durable_lsn < self._writer.written_lsn:
+            done = asyncio.get_running_loop().create_future()
+            lsn = self._writer.written_lsn
+            self._waiting.append((lsn, lambda: done.done() or done.set_result(None)))
+            self._start_sync()
+            await done
+
+    def flush(self) -> int:
+        """Write the turn's frame now; returns the LSN up to which the log is written."""
+        self._flush()
+        return self._writer.written_lsn
+
+    def close(self) -> None:
+        """Write and sync what is left."""
+        if not self._dead:
+            self._flush()
+        self._sync_thread.shutdown()
+
+    def _acked_lsn(self) -> int:
+        if self._durability == "power":
+            return self._writer.durable_lsn
+        return self._writer.written_lsn
+
+    def _schedule_flush(self) -> None:
+        if self._flush_scheduled or self._dead:
+            return
+        self._flush_scheduled = True
+        loop = asyncio.get_running_loop()
+        if self._durability == "none":
+            loop.call_later(self._none_flush_s, self._flush)
+        else:
+            loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        if self._dead:
+            return
+        try:
+            self._writer.write()
+        except (OSError, WalDead) as error:
+            self._die(error)
+            return
+        if self._durability == "power":
+            self._start_sync()
+        self._release_waiting()
+
+    def _release_waiting(self) -> None:
+        acked = self._acked_lsn()
+        while self._waiting and self._waiting[0][0] <= acked:
+            self._waiting.popleft()[1]()
+
+    def _start_sync(self) -> None:
+        if self._syncing or self._dead or not self._waiting:
+            return
+        self._syncing = True
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        future = loop.run_in_executor(self._sync_thread, self._writer.sync)
+        future.add_done_callback(lambda done: self._synced(done, loop.time() - started))
+
+    def _synced(self, done: asyncio.Future[int], seconds: float) -> None:
+        self._syncing = False
+        error = done.exception()
+        if error is not None:
+            self._die(error)
+            return
+        self._on_sync(seconds)
+        self._release_waiting()
+        self._start_sync()
+
+    def _die(self, error: BaseException) -> None:
+        if self._dead:
+            return
+        self._dead = True
+        self._waiting.clear()
+        self._on_death(error if isinstance(error, Exception) else RuntimeError(repr(error)))

@@ -1,0 +1,42 @@
+"""What the kernel says of a process: is it still the one we knew?"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_START_TIME_FIELD = 22
+"""In /proc/PID/stat, counted from 1 (proc(5))."""
+
+
+def start_time(pid: int) -> int:
+    """When the process started, in clock ticks since boot; 0 if there is no such process.
+
+    Together with the pid it names a process for good: pids are reused, start times are not.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    # The second field, the command, is in parentheses and may hold anything.
+    fields = stat.rpartition(")")[2].split()
+    state, started = fields[0], int(fields[_START_TIME_FIELD - 3])
+    return 0 if state in "ZX" else started
+
+
+def is_alive(pid: int, started: int) -> bool:
+    """Whether the process is still running. pid 0 (another pid namespace) counts as alive."""
+    return pid == 0 or (started != 0 and start_time(pid) == started)
+
+
+def boot_id() -> str:
+    """Identity of this boot of the kernel: what lies on tmpfs is from this boot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends, None if it has ended."""
+    try:
+        return os.pidfd_open(pid)
+    except (ProcessLookupError, PermissionError):
+        return None

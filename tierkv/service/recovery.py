@@ -1,0 +1,327 @@
+"""From what a dead daemon left to a state that can serve.
+
+1. The index gives the state of the last checkpoint, the log what came after it.
+2. RAM copies count only if their arena is the one of this boot and each slot's entry agrees.
+3. Leases of dead workers end; those of live ones wait for their worker (the caller times that).
+4. The result becomes the new checkpoint before anything is served; then the log goes on in a new
+   segment. Until that checkpoint nothing old is changed, so dying here is just another crash.
+
+Damage is moved to quarantine, counted and said; what remains sound is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from tierkv_wal import EndKind, RealStorage, WalError, WalReader, WalWriter
+
+from tierkv.config.schema import Config
+from tierkv.core.blocks import SEALED
+from tierkv.core.ids import I64, RAM_TIERS, Bool, Tier
+from tierkv.core.invariants import check_invariants
+from tierkv.core.records import RECORD, Kind, blank
+from tierkv.core.spec import slot_stride
+from tierkv.core.state import PoolShape, State
+from tierkv.errors import CorruptionError, InvariantViolation
+from tierkv.service.process import boot_id, is_alive
+from tierkv.service.snapshot import index_changes, restore
+from tierkv.service.store import StateDirectory, StoreFormat, new_store
+from tierkv.tiers.arena import Arena
+from tierkv.tiers.copy import check_entries
+from tierkv.tiers.disk import DiskTier, disk_slot_bytes
+from tierkv.tiers.index import Index
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class TierReport:
+    """Copies of one tier that outlived the daemon, and those that did not."""
+
+    kept: int = 0
+    dropped: int = 0
+
+
+@dataclass
+class RecoveryReport:
+    """What a start found. ``blocks``: in the state now; ``dropped_blocks``: no copy was left."""
+
+    duration_s: float = 0.0
+    records: int = 0
+    blocks: int = 0
+    dropped_blocks: int = 0
+    leases_kept: int = 0
+    leases_closed: int = 0
+    wal_end: str = "clean"
+    quarantined: list[str] = field(default_factory=list)
+    tiers: dict[Tier, TierReport] = field(
+        default_factory=lambda: {tier: TierReport() for tier in Tier}
+    )
+
+
+@dataclass
+class Recovered:
+    """Everything the daemon is built on."""
+
+    state: State
+    specs: dict[int, bytes]
+    index: Index
+    writer: WalWriter
+    arenas: dict[Tier, Arena]
+    disk: DiskTier | None
+    checkpoint_lsn: int
+    report: RecoveryReport
+
+
+def budgets_of(config: Config) -> dict[Tier, int]:
+    """The tiers' budgets, bytes."""
+    return {
+        Tier.DEVICE: config.device.bytes,
+        Tier.HOST: config.host.bytes,
+        Tier.DISK: config.disk.bytes,
+    }
+
+
+def slot_bytes(tier: Tier, shape: PoolShape) -> int:
+    """What one slot takes in a tier."""
+    if tier is Tier.DISK:
+        return disk_slot_bytes(shape.block_bytes, shape.block_tokens)
+    return slot_stride(shape.block_bytes)
+
+
+def recover(
+    config: Config, directory: StateDirectory, progress: Callable[[str], None]
+) -> Recovered:
+    """Recover the store in ``directory``, or make a new one.
+
+    Raises OSError if something cannot be read (which is no reason to forget it), ConfigError,
+    TierFull, TierFailed.
+    """
+    started = time.monotonic()
+    report = RecoveryReport()
+    stored = _open_format(config, directory)
+    try:
+        recovered = _recover_once(config, directory, stored, report, progress)
+    except (CorruptionError, InvariantViolation, WalError) as error:
+        log.error("the store contradicts itself, starting with an empty cache: %s", error)
+        report = RecoveryReport(wal_end="set aside")
+        for path in (directory.index, directory.wal):
+            moved = directory.set_aside(path)
+            report.quarantined += [str(moved)] if moved else []
+        directory.wal.mkdir()
+        stored = _fresh_format(config)
+        directory.write_format(stored)
+        recovered = _recover_once(config, directory, stored, report, progress)
+    report.duration_s = time.monotonic() - started
+    return recovered
+
+
+def _recover_once(
+    config: Config,
+    directory: StateDirectory,
+    stored: StoreFormat,
+    report: RecoveryReport,
+    progress: Callable[[str], None],
+) -> Recovered:
+    index = Index(directory.index, config.index.map_bytes)
+    try:
+        return _rebuild(config, directory, stored, index, report, progress)
+    except BaseException:
+        index.close()
+        raise
+
+
+def _rebuild(
+    config: Config,
+    directory: StateDirectory,
+    stored: StoreFormat,
+    index: Index,
+    report: RecoveryReport,
+    progress: Callable[[str], None],
+) -> Recovered:
+    progress("reading the index")
+    contents = index.load()
+    if contents.bad_rows:
+        raise CorruptionError(
+            f"{contents.bad_rows} entries of the index fail their checksum",
+            path=str(directory.index),
+            offset=0,
+        )
+    budgets = budgets_of(config)
+    old = {
+        tier: int(contents.meta.get(f"{tier.label}_bytes", budgets[tier])) for tier in Tier
+    }
+    state = State({tier: max(old[tier], budgets[tier]) for tier in Tier}, slot_bytes)
+    specs = restore(state, contents)
+    after_lsn = int(contents.meta.get("checkpoint_lsn", 0))
+    reader = WalReader(RealStorage(), str(directory.wal), stored.store_uuid, after_lsn)
+    for frame in reader.frames():
+        state.apply(frame.records.view(RECORD).reshape(-1))
+        report.records += len(frame.records)
+        progress(f"replaying the log, {report.records} records")
+    if reader.end.kind is not EndKind.CLEAN:
+        report.wal_end = reader.end.kind.value
+        log.warning("the log ends %s: %s", reader.end.kind.value, reader.end.reason)
+    check_invariants(state)
+    before = len(state.live_rows())
+    arenas = _open_arenas(config, stored, state)
+    _undo(state, budgets, arenas, report)
+    state.resize(budgets)
+    state.reindex()
+    check_invariants(state)
+    report.blocks = len(state.live_rows())
+    report.dropped_blocks = before - report.blocks
+    disk = _open_disk(config, stored, state)
+    progress("writing the checkpoint")
+    state.epoch = max(state.epoch, reader.epoch, int(contents.meta.get("epoch", 0))) + 1
+    lsn = reader.resume_lsn
+    index.commit(index_changes(state, state.take_changes(), specs, {"checkpoint_lsn": lsn}))
+    segment_bytes = config.wal.segment_bytes
+    if reader.end.kind is EndKind.CORRUPT:
+        writer = reader.salvage(state.epoch, str(directory.quarantine), segment_bytes)
+        report.quarantined.append(reader.end.path)
+    else:
+        writer = reader.writer(state.epoch, segment_bytes)
+    writer.forget(lsn)
+    return Recovered(state, specs, index, writer, arenas, disk, lsn, report)
+
+
+def _open_format(config: Config, directory: StateDirectory) -> StoreFormat:
+    stored = directory.read_format()
+    if stored is None:
+        stored = _fresh_format(config)
+        directory.write_format(stored)
+    sizes = (stored.device_bytes, stored.host_bytes, stored.disk_bytes)
+    if sizes != (config.device.bytes, config.host.bytes, config.disk.bytes):
+        stored = StoreFormat(
+            version=stored.version,
+            store=stored.store,
+            disk_segment_bytes=stored.disk_segment_bytes,
+            device_bytes=config.device.bytes,
+            host_bytes=config.host.bytes,
+            disk_bytes=config.disk.bytes,
+        )
+        directory.write_format(stored)
+    return stored
+
+
+def _fresh_format(config: Config) -> StoreFormat:
+    return new_store(
+        disk_segment_bytes=config.disk.segment_bytes,
+        device_bytes=config.device.bytes,
+        host_bytes=config.host.bytes,
+        disk_bytes=config.disk.bytes,
+    )
+
+
+def _open_arenas(config: Config, stored: StoreFormat, state: State) -> dict[Tier, Arena]:
+    arenas: dict[Tier, Arena] = {}
+    directory = Path(config.arena.dir)
+    budgets = budgets_of(config)
+    for tier in RAM_TIERS:
+        if budgets[tier]:
+            arenas[tier] = Arena.open(
+                directory, tier.label, budgets[tier], stored.store_uuid, boot_id()
+            )
+            for pool, shape in enumerate(state.pools):
+                arenas[tier].add_pool(pool, shape.block_bytes, shape.block_tokens)
+    return arenas
+
+
+def _open_disk(config: Config, stored: StoreFormat, state: State) -> DiskTier | None:
+    if not config.disk.bytes:
+        return None
+    disk = DiskTier(config.disk.dir, config.disk.bytes, stored.disk_segment_bytes, RealStorage())
+    for pool, shape in enumerate(state.pools):
+        disk.add_pool(pool, shape.block_bytes, shape.block_tokens)
+    return disk
+
+
+# --- undo: what must not survive ------------------------------------------------------------------
+
+
+def _undo(
+    state: State, budgets: dict[Tier, int], arenas: dict[Tier, Arena], report: RecoveryReport
+) -> None:
+    """Bring the state in line with what is really there. Mutates the state."""
+    device = arenas.get(Tier.DEVICE)
+    device_kept = device is not None and device.adopted
+    for lease in list(state.leases.values()):
+        if device_kept and is_alive(lease.pid, lease.start_time):
+            report.leases_kept += 1
+            continue
+        report.leases_closed += 1
+        closed = blank(1, Kind.LEASE_CLOSE)
+        closed["key"] = lease.id
+        state.apply(closed)
+    for tier in Tier:
+        _drop_lost_copies(state, tier, budgets, arenas, report)
+    for sequence in list(state.sequences.values()):
+        lost = np.flatnonzero(~state.blocks.has_any_copy(sequence.rows))
+        if len(lost):
+            cut = blank(1, Kind.SEQ_TRUNCATE)
+            cut["id"], cut["loc"] = sequence.id, lost[0]
+            state.apply(cut)
+        if not sequence.suspended and not state.blocks.has_copy(sequence.rows, Tier.DEVICE).all():
+            # It died while blocks were coming up; its worker asks again.
+            suspended = blank(1, Kind.SEQ_SUSPEND)
+            suspended["id"] = sequence.id
+            state.apply(suspended)
+
+
+def _drop_lost_copies(
+    state: State,
+    tier: Tier,
+    budgets: dict[Tier, int],
+    arenas: dict[Tier, Arena],
+    report: RecoveryReport,
+) -> None:
+    rows = state.live_rows()
+    rows = rows[state.blocks.has_copy(rows, tier)]
+    for pool, members in list(state.by_pool(rows)):
+        slots = state.blocks.slot[tier][members].astype(np.int64)
+        sound = slots < budgets[tier] // state.slot_bytes(tier, pool)
+        if tier is not Tier.DISK:
+            sound &= _entries_agree(state, tier, arenas.get(tier), pool, members, sound)
+        report.tiers[tier].kept += int(np.count_nonzero(sound))
+        report.tiers[tier].dropped += int(np.count_nonzero(~sound))
+        lost = members[~sound]
+        dropped = blank(len(lost), Kind.DROP)
+        dropped["key"] = lost
+        dropped["id"] = state.blocks.id[lost]
+        dropped["tier"] = tier
+        dropped["loc"] = slots[~sound]
+        state.apply(dropped)
+
+
+def _entries_agree(
+    state: State, tier: Tier, arena: Arena | None, pool: int, rows: I64, in_range: Bool
+) -> Bool:
+    """Which RAM copies the slot table confirms, shape [n]; payloads are checked on first use."""
+    good = np.zeros(len(rows), np.bool_)
+    if arena is None or not arena.adopted:
+        return good
+    chosen = np.flatnonzero(in_range)
+    blocks = state.blocks
+    slots = blocks.slot[tier][rows[chosen]]
+    ids = blocks.id[rows[chosen]]
+    agrees = check_entries(arena, pool, slots, ids)
+    entries = arena.table(pool)[slots]
+    sealed = (blocks.flags[rows[chosen]] & SEALED) != 0
+    same_sum = entries["sum_hi"] == blocks.sum_hi[rows[chosen]]
+    same_sum &= entries["sum_lo"] == blocks.sum_lo[rows[chosen]]
+    good[chosen] = agrees & (same_sum | ~sealed)
+    return good
+
+
+def unverified_rows(state: State) -> I64:
+    """Sealed device copies: they outlived a daemon and are checked before they are handed out."""
+    rows = state.live_rows()
+    sealed = (state.blocks.flags[rows] & SEALED) != 0
+    return rows[sealed & state.blocks.has_copy(rows, Tier.DEVICE)]
+

@@ -1,0 +1,62 @@
+"""The RAM tiers' slot tables as the core sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tierkv.core.ids import I64, U32, U64, Tier
+from tierkv.core.placement import Entries
+from tierkv.tiers.arena import Arena
+from tierkv.tiers.entry import make_entries
+
+
+class ArenaTables:
+    """``core.placement.SlotTables`` over the arenas of the RAM tiers."""
+
+    def __init__(self, arenas: Mapping[Tier, Arena]) -> None:
+        self._arenas = arenas
+
+    def tokens(self, tier: Tier, pool: int, slots: I64) -> U32:
+        """See SlotTables."""
+        tokens: U32 = self._arenas[tier].table(pool)["tokens"][slots]
+        return tokens
+
+    def extras(self, tier: Tier, pool: int, slots: I64) -> U64:
+        """See SlotTables."""
+        extras: U64 = self._arenas[tier].table(pool)["extra"][slots]
+        return extras
+
+    def fill(self, tier: Tier, pool: int, slots: I64, entries: Entries) -> None:
+        """See SlotTables."""
+        arena = self._arenas[tier]
+        arena.table(pool)[slots] = make_entries(
+            ids=entries.ids,
+            parents=entries.parents,
+            hash_hi=entries.hash_hi,
+            hash_lo=entries.hash_lo,
+            tokens=entries.tokens,
+            length=arena.block_bytes(pool),
+            namespace=entries.namespace,
+            extra=entries.extras,
+            sum_hi=entries.sum_hi,
+            sum_lo=entries.sum_lo,
+        )
+
+    def open(self, tier: Tier, pool: int, slots: I64, ids: U64) -> None:
+        """See SlotTables."""
+        arena = self._arenas[tier]
+        arena.table(pool)[slots] = make_entries(
+            ids=ids,
+            parents=0,
+            hash_hi=0,
+            hash_lo=0,
+            tokens=np.zeros((len(ids), arena.block_tokens(pool)), np.uint32),
+            length=arena.block_bytes(pool),
+            namespace=0,
+        )
+
+    def punch(self, tier: Tier, pool: int, slots: I64) -> None:
+        """See SlotTables."""
+        self._arenas[tier].punch(pool, slots.astype(np.uint32))
