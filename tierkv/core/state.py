@@ -233,6 +233,13 @@ class State:
         self._dirty_sequences, self._dirty_leases, self._dirty_namespaces = set(), set(), set()
         return changes
 
+    def put_back(self, changes: Changes) -> None:
+        """Count changes as not yet stored again, because their checkpoint failed. Mutates."""
+        self._dirty_rows += [changes.rows, changes.freed_rows]
+        self._dirty_sequences |= changes.sequences
+        self._dirty_leases |= changes.leases
+        self._dirty_namespaces |= changes.namespaces
+
     @property
     def changed_rows(self) -> int:
         """Upper bound of the rows changed since the last checkpoint."""

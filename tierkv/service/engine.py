@@ -1,0 +1,304 @@
+"""Drives the core's flows from the event loop: moves bytes on threads, writes behind.
+
+A flow that needs nothing from outside ends within the call that started it; any other goes on as a
+task. Threads run bulk copies and system calls only, which free the GIL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tierkv.core.blocks import SEALED
+from tierkv.core.effects import Effect, Flow, Move, Signal, Wait
+from tierkv.core.ids import I64, RAM_TIERS, U64, Tier
+from tierkv.core.placement import MOVE_BATCH
+from tierkv.core.planner import Planner
+from tierkv.errors import InvariantViolation, TierFailed, TierFull, TierkvError
+from tierkv.service.journal import Journal
+from tierkv.tiers.mover import BytesEffect, Mover
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+INLINE_BYTES = 256 << 10
+"""A copy in RAM up to this size is made on the loop: cheaper than waking a thread."""
+
+JOBS_IN_FLIGHT = 4
+"""Jobs given to one lane at a time; flows beyond that wait their turn."""
+
+RETRY_FIRST_S = 1.0
+RETRY_MAX_S = 60.0
+
+
+class Lane:
+    """A bounded queue in front of a few threads."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, name)
+        self._places = asyncio.Semaphore(JOBS_IN_FLIGHT * threads)
+
+    async def run(self, job: Callable[[], T]) -> T:
+        """Run the job on a thread of the lane."""
+        async with self._places:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, job)
+
+    def close(self) -> None:
+        """Wait for the threads to end."""
+        self._pool.shutdown()
+
+
+class Breaker:
+    """Takes the disk out of service after an error and tries again, ever more slowly."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._placement = planner.placement
+        self._delay_s = RETRY_FIRST_S
+        self._retry: asyncio.TimerHandle | None = None
+        self.on_change: Callable[[], None] = lambda: None
+
+    @property
+    def open(self) -> bool:
+        """Whether the disk takes no copies now."""
+        return self._placement.disk_paused
+
+    def failed(self, error: TierFull | TierFailed) -> None:
+        """The disk refused a write."""
+        if self._placement.disk_paused:
+            return
+        log.error(
+            "disk tier out of service for %.0f s: %s", self._delay_s, error, extra={"tier": "disk"}
+        )
+        self._placement.disk_paused = True
+        loop = asyncio.get_running_loop()
+        self._retry = loop.call_later(self._delay_s, self._close)
+        self._delay_s = min(self._delay_s * 2, RETRY_MAX_S)
+        self.on_change()
+
+    def succeeded(self) -> None:
+        """The disk took a write: the next failure waits briefly again."""
+        self._delay_s = RETRY_FIRST_S
+
+    def _close(self) -> None:
+        log.info("disk tier in service again", extra={"tier": "disk"})
+        self._placement.disk_paused = False
+        self.on_change()
+
+
+class Engine:
+    """Runs flows over one planner."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        journal: Journal,
+        mover: Mover,
+        *,
+        write_through: bool,
+        durable_seal: bool,
+        queue_blocks: int,
+    ) -> None:
+        self.planner = planner
+        self.journal = journal
+        self._mover = mover
+        self._write_through = write_through
+        self._durable_seal = durable_seal
+        self._queue_blocks = queue_blocks
+        self._lanes = {
+            "copy": Lane("tierkv-copy", 1),
+            "read": Lane("tierkv-read", 2),
+            "write": Lane("tierkv-write", 1),
+        }
+        self._behind: deque[tuple[I64, U64]] = deque()
+        self._behind_blocks = 0
+        self._behind_more = asyncio.Event()
+        self._behind_rest = asyncio.Event()
+        """Set while the queue is empty or the disk out of service."""
+        self._behind_rest.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.breaker = Breaker(planner)
+        self.breaker.on_change = self._behind_more.set
+        planner.placement.disk_failed = self.breaker.failed
+        self.on_move: Callable[[Move, float], None] = lambda _move, _seconds: None
+        self.on_broken: Callable[[BaseException], None] = lambda _error: None
+
+    # --- flows ------------------------------------------------------------------------------------
+
+    def start(self, flow: Flow[T], done: Callable[[T | TierkvError], None]) -> None:
+        """Run a flow; ``done`` gets its result or its error, now or later."""
+        try:
+            effect = flow.send(None)
+        except StopIteration as stop:
+            self._after_step()
+            done(stop.value)
+            return
+        except InvariantViolation:
+            raise
+        except TierkvError as error:
+            done(error)
+            return
+        task = asyncio.get_running_loop().create_task(self._finish(flow, effect, done))
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    async def run(self, flow: Flow[T]) -> T:
+        """Run a flow to its end. Raises what it raises."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def done(result: T | TierkvError) -> None:
+            if future.done():
+                return
+            if isinstance(result, TierkvError):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        self.start(flow, done)
+        return await future
+
+    async def _finish(
+        self, flow: Flow[T], effect: Effect, done: Callable[[T | TierkvError], None]
+    ) -> None:
+        while True:
+            result: Any = None
+            error: TierkvError | None = None
+            try:
+                result = await self._perform(effect)
+            except InvariantViolation:
+                raise
+            except TierkvError as failed:
+                error = failed
+            try:
+                effect = flow.send(result) if error is None else flow.throw(error)
+            except StopIteration as stop:
+                self._after_step()
+                done(stop.value)
+                return
+            except InvariantViolation:
+                raise
+            except TierkvError as failed:
+                self._after_step()
+                done(failed)
+                return
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.on_broken(error)
+
+    async def _perform(self, effect: Effect) -> Any:
+        if isinstance(effect, Wait):
+            await _wait(effect.signal)
+            return None
+        if isinstance(effect, Move):
+            # A slot freed by records of this turn must not be overwritten before they are logged.
+            await self.journal.settle()
+        started = time.monotonic()
+        result = await self._carry_out(effect)
+        if isinstance(effect, Move):
+            self.on_move(effect, time.monotonic() - started)
+            if effect.target is Tier.DISK:
+                self.breaker.succeeded()
+        return result
+
+    async def _carry_out(self, effect: BytesEffect) -> Any:
+        if not isinstance(effect, Move):
+            return await self._lanes["read"].run(lambda: self._mover.perform(effect))
+        in_ram = effect.source in RAM_TIERS and effect.target in RAM_TIERS
+        shape = self.planner.state.pools[effect.pool]
+        if in_ram and len(effect.ids) * shape.block_bytes <= INLINE_BYTES:
+            return self._mover.perform(effect)
+        lane = "copy" if in_ram else "write" if effect.target is Tier.DISK else "read"
+        return await self._lanes[lane].run(lambda: self._mover.perform(effect))
+
+    # --- write-behind -----------------------------------------------------------------------------
+
+    def _after_step(self) -> None:
+        """Blocks were sealed: they want a copy on disk."""
+        sealed, self.planner.sealed = self.planner.sealed, []
+        if not self._write_through or not self.planner.placement.enabled(Tier.DISK):
+            return
+        for rows, ids in sealed:
+            if self._behind_blocks + len(rows) > self._queue_blocks:
+                self.planner.placement.counters.copies_dropped += len(rows)
+                continue
+            self._put_behind(rows, ids)
+
+    def sealing(self, flow: Flow[T]) -> Flow[T]:
+        """A seal that, with durability "power", ends only when its blocks are on disk."""
+        result = yield from flow
+        if self._durable_seal:
+            sealed, self.planner.sealed = self.planner.sealed, []
+            for rows, ids in sealed:
+                yield from self.planner.placement.clean_down(rows, ids)
+        return result
+
+    def write_all_behind(self) -> None:
+        """Queue every sealed block that has no copy on disk, however many; after a restart."""
+        state = self.planner.state
+        if not self.planner.placement.enabled(Tier.DISK):
+            return
+        rows = state.live_rows()
+        wanted = ((state.blocks.flags[rows] & SEALED) != 0) & ~state.blocks.has_copy(
+            rows, Tier.DISK
+        )
+        rows = rows[wanted]
+        for at in range(0, len(rows), MOVE_BATCH):
+            part = rows[at : at + MOVE_BATCH]
+            self._put_behind(part, state.blocks.id[part].copy())
+
+    def _put_behind(self, rows: I64, ids: U64) -> None:
+        self._behind.append((rows, ids))
+        self._behind_blocks += len(rows)
+        self._behind_rest.clear()
+        self._behind_more.set()
+
+    async def write_behind(self) -> None:
+        """Copy sealed blocks to disk in the background, for ever."""
+        while True:
+            await self._behind_more.wait()
+            self._behind_more.clear()
+            while self._behind and not self.breaker.open:
+                rows, ids = self._take_behind()
+                await self.run(self.planner.placement.clean_down(rows, ids))
+            self._behind_rest.set()
+
+    def _take_behind(self) -> tuple[I64, U64]:
+        """Up to one move's worth of the oldest sealed blocks."""
+        rows: list[I64] = []
+        ids: list[U64] = []
+        size = 0
+        while self._behind and (not rows or size + len(self._behind[0][0]) <= MOVE_BATCH):
+            more_rows, more_ids = self._behind.popleft()
+            rows.append(more_rows)
+            ids.append(more_ids)
+            size += len(more_rows)
+        self._behind_blocks -= size
+        return np.concatenate(rows), np.concatenate(ids)
+
+    async def everything_written(self) -> None:
+        """Return when every sealed block has a copy on disk, or the disk is out of service."""
+        self.write_all_behind()
+        await self._behind_rest.wait()
+
+    async def close(self) -> None:
+        """Wait for the flows that run; then no more may be started."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+        for lane in self._lanes.values():
+            lane.close()
+
+
+async def _wait(signal: Signal) -> None:
+    if signal.done:
+        return
+    future = asyncio.get_running_loop().create_future()
+    signal.callbacks.append(lambda: future.done() or future.set_result(None))
+    await future
