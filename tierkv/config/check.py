@@ -1,0 +1,85 @@
+"""Rules between settings, on a resolved configuration."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from tierkv.config.resolve import Space
+from tierkv.config.schema import Config
+from tierkv.units import about_bytes
+
+SOCKET_PATH_BYTES_MAX = 107
+"""Longest path of a Unix socket: sun_path has 108 bytes with the closing zero (unix(7))."""
+
+
+class Problem(NamedTuple):
+    """What is wrong with a setting, and what to do."""
+
+    key: str
+    what: str
+    advice: str
+
+
+def check(config: Config, space: Callable[[str], Space]) -> Iterator[Problem]:
+    """The problems of a resolved configuration on this machine."""
+    yield from _check_paths(config)
+    yield from _check_budgets(config, space)
+    if config.metrics.tcp:
+        yield from _check_address(config.metrics.tcp)
+
+
+def _check_paths(config: Config) -> Iterator[Problem]:
+    server, metrics = config.server.socket, config.metrics.socket
+    for key, path in (("server.socket", server), ("metrics.socket", metrics)):
+        length = len(path.encode())
+        if length > SOCKET_PATH_BYTES_MAX:
+            what = f"{path} has {length} bytes, a socket's path at most {SOCKET_PATH_BYTES_MAX}"
+            yield Problem(key, what, "choose a shorter path")
+    if server == metrics:
+        yield Problem("metrics.socket", "is server.socket as well", "choose another path")
+    if config.arena.dir == config.disk.dir:
+        yield Problem("arena.dir", "is disk.dir as well", "choose another directory")
+
+
+def _check_budgets(config: Config, space: Callable[[str], Space]) -> Iterator[Problem]:
+    if not config.device.bytes:
+        yield Problem("device.bytes", "0 B leave no room for blocks", "write 1 MiB or more")
+    ram_bytes = config.device.bytes + config.host.bytes
+    ram_total = space(config.arena.dir).total
+    if ram_bytes > ram_total:
+        what = (
+            f"device.bytes and host.bytes are {about_bytes(ram_bytes)} together, "
+            f"but {config.arena.dir} has {about_bytes(ram_total)}"
+        )
+        yield Problem("device.bytes", what, "lower them, or choose another arena.dir")
+    if config.disk.bytes:
+        disk_total = space(config.disk.dir).total
+        if config.disk.bytes > disk_total:
+            what = (
+                f"{about_bytes(config.disk.bytes)} do not fit: "
+                f"{config.disk.dir} has {about_bytes(disk_total)}"
+            )
+            yield Problem("disk.bytes", what, "lower it, or choose another disk.dir")
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Host and port of "127.0.0.1:9464" or "[::1]:9464".
+
+    Raises ValueError if it is not a loopback address with a port.
+    """
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not port.isdecimal() or int(port) > 65_535:
+        raise ValueError(f"{address!r} is not an address and a port")
+    if host != "localhost" and not ipaddress.ip_address(host).is_loopback:
+        raise ValueError(f"{address!r} would be open to other machines")
+    return host, int(port)
+
+
+def _check_address(address: str) -> Iterator[Problem]:
+    try:
+        parse_address(address)
+    except ValueError as error:
+        yield Problem("metrics.tcp", str(error), "write a loopback one, such as 127.0.0.1:9464")

@@ -1,0 +1,158 @@
+"""From "auto" to concrete values: the one place that knows what "auto" stands for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from tierkv.config.schema import AUTO, AUTO_BYTES, Config
+from tierkv.units import GiB, MiB
+
+DEVICE_SHARE = 0.4
+HOST_SHARE = 0.1
+DISK_SHARE = 0.5
+DISK_BYTES_MAX = 64 * GiB
+
+
+class Space(NamedTuple):
+    """Bytes of the file system that holds a path; ``own`` are those below the path itself.
+
+    What a directory of ours already holds counts as free: a restart must come to the same sizes.
+    """
+
+    total: int
+    free: int
+    own: int
+
+
+class Environment(NamedTuple):
+    """All that automatic values depend on."""
+
+    uid: int
+    variables: Mapping[str, str]
+    working_dir: str
+    ram_free_bytes: int
+    space: Callable[[str], Space]
+
+
+def this_environment() -> Environment:
+    """The environment of this process."""
+    return Environment(
+        uid=os.getuid(),
+        variables=dict(os.environ),
+        working_dir=str(Path.cwd()),
+        ram_free_bytes=_available_ram_bytes(),
+        space=_space,
+    )
+
+
+def resolve(config: Config, environment: Environment) -> Config:
+    """The same configuration with absolute paths and without a single "auto".
+
+    Pure: all it knows of the machine comes from ``environment``.
+    """
+    state_dir = _absolute(config.server.state_dir, _auto_state_dir(environment), environment)
+    socket = _absolute(config.server.socket, _auto_socket(state_dir, environment), environment)
+    arena_dir = _absolute(config.arena.dir, _auto_arena_dir(state_dir), environment)
+    disk_dir = _absolute(config.disk.dir, f"{state_dir}/data", environment)
+    metrics_socket = config.metrics.socket
+    if metrics_socket:
+        beside = str(PurePosixPath(socket).with_name("metrics.sock"))
+        metrics_socket = _absolute(metrics_socket, beside, environment)
+
+    device_bytes, host_bytes = config.device.bytes, config.host.bytes
+    if AUTO_BYTES in (device_bytes, host_bytes):
+        space = environment.space(arena_dir)
+        ram_bytes = min(space.free, environment.ram_free_bytes) + space.own
+        device_bytes = _automatic(device_bytes, int(DEVICE_SHARE * ram_bytes))
+        host_bytes = _automatic(host_bytes, int(HOST_SHARE * ram_bytes))
+    disk_bytes = config.disk.bytes
+    if disk_bytes == AUTO_BYTES:
+        space = environment.space(disk_dir)
+        share = int(DISK_SHARE * (space.free + space.own))
+        disk_bytes = _automatic(disk_bytes, min(share, DISK_BYTES_MAX))
+    segment_bytes = config.disk.segment_bytes
+    if disk_bytes:
+        segment_bytes = min(segment_bytes, disk_bytes)
+
+    uids = config.server.allowed_uids or tuple(sorted({0, environment.uid}))
+    return replace(
+        config,
+        server=replace(config.server, socket=socket, state_dir=state_dir, allowed_uids=uids),
+        device=replace(config.device, bytes=device_bytes),
+        host=replace(config.host, bytes=host_bytes),
+        arena=replace(config.arena, dir=arena_dir),
+        disk=replace(config.disk, dir=disk_dir, bytes=disk_bytes, segment_bytes=segment_bytes),
+        metrics=replace(config.metrics, socket=metrics_socket),
+    )
+
+
+def _automatic(size_bytes: int, auto_bytes: int) -> int:
+    return auto_bytes // MiB * MiB if size_bytes == AUTO_BYTES else size_bytes
+
+
+def _absolute(path: str, auto_path: str, environment: Environment) -> str:
+    if path == AUTO:
+        return auto_path
+    if path == "~" or path.startswith("~/"):
+        path = _home(environment) + path[1:]
+    return os.path.normpath(PurePosixPath(environment.working_dir) / path)
+
+
+def _home(environment: Environment) -> str:
+    return environment.variables.get("HOME") or "/"
+
+
+def _auto_state_dir(environment: Environment) -> str:
+    if environment.uid == 0:
+        return "/var/lib/tierkv"
+    state_home = environment.variables.get("XDG_STATE_HOME")
+    return f"{state_home or _home(environment).rstrip('/') + '/.local/state'}/tierkv"
+
+
+def _auto_socket(state_dir: str, environment: Environment) -> str:
+    if environment.uid == 0:
+        return "/run/tierkv/tierkv.sock"
+    runtime_dir = environment.variables.get("XDG_RUNTIME_DIR")
+    return f"{runtime_dir}/tierkv/tierkv.sock" if runtime_dir else f"{state_dir}/tierkv.sock"
+
+
+def _auto_arena_dir(state_dir: str) -> str:
+    return f"/dev/shm/tierkv-{hashlib.blake2s(state_dir.encode(), digest_size=6).hexdigest()}"
+
+
+def _available_ram_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _space(path: str) -> Space:
+    place = Path(path)
+    while not place.exists():
+        place = place.parent
+    found = os.statvfs(place)
+    return Space(
+        total=found.f_blocks * found.f_frsize,
+        free=found.f_bavail * found.f_frsize,
+        own=_bytes_below(path),
+    )
+
+
+def _bytes_below(path: str) -> int:
+    """Bytes that the files below a directory occupy; 0 if there is none."""
+    own = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                own += os.lstat(os.path.join(folder, name)).st_blocks * 512
+            except FileNotFoundError:
+                continue  # a running daemon has just removed it
+    return own

@@ -1,0 +1,128 @@
+"""The status document: what `tierkv status --json`, /status.json and the Stat verb show.
+
+The daemon fills one ``StatusDocument``; the metrics are computed from the same one, so that the
+two cannot contradict each other. Keys are stable: they may be added, never renamed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+STATES = ("starting", "recovering", "serving", "draining", "stopped")
+"""States of the daemon, in order of a life. It is ready in "serving" only."""
+
+SERVING = "serving"
+
+TIERS = ("device", "host", "disk")
+
+
+class TierStatus(msgspec.Struct, kw_only=True):
+    """One tier. ``free_ratio``: share of the capacity that holds no block (0 to 1).
+
+    ``evictable_blocks`` have a copy here that no sequence maps. ``state``: "ok", "off" (no
+    capacity) or "failed".
+    """
+
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    blocks: int = 0
+    free_ratio: float = 1.0
+    evictable_blocks: int = 0
+    state: str = "ok"
+
+
+class NamespaceStatus(msgspec.Struct, kw_only=True):
+    """One namespace: which model's blocks, and how large one is."""
+
+    id: int
+    model: str
+    dtype: str
+    block_tokens: int
+    block_bytes: int
+
+
+class PrefixStatus(msgspec.Struct, kw_only=True):
+    """Tokens looked up and found since the start; the ratio is over the latest tokens only."""
+
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    hit_ratio: float = 0.0
+
+
+class WalStatus(msgspec.Struct, kw_only=True):
+    """The log: last record written and last one that is as durable as configured."""
+
+    appended_lsn: int = 0
+    durable_lsn: int = 0
+    bytes: int = 0
+    segments: int = 0
+
+
+class RecoveredTier(msgspec.Struct, kw_only=True):
+    """Copies of blocks that a tier still had after a restart, and those it had lost."""
+
+    kept: int = 0
+    dropped: int = 0
+
+
+class RecoveryStatus(msgspec.Struct, kw_only=True):
+    """What the start found: records replayed, blocks kept, blocks that no tier had any more."""
+
+    duration_s: float = 0.0
+    records: int = 0
+    blocks: int = 0
+    dropped_blocks: int = 0
+    tiers: dict[str, RecoveredTier] = {}
+
+
+class CheckpointStatus(msgspec.Struct, kw_only=True):
+    """The last checkpoint: all up to ``lsn`` is in the index. ``age_s`` is -1 before the first."""
+
+    lsn: int = 0
+    age_s: float = -1.0
+
+
+def _no_tiers() -> dict[str, TierStatus]:
+    return {tier: TierStatus() for tier in TIERS}
+
+
+class StatusDocument(msgspec.Struct, kw_only=True):
+    """All that the daemon tells about itself at one moment.
+
+    ``evictions`` counts blocks by way, "device>host" or "disk>none", since the start.
+    """
+
+    version: str
+    state: str
+    epoch: int = 0
+    pid: int = 0
+    uptime_s: float = 0.0
+    durability: str = "kill"
+    socket: str = ""
+    tiers: dict[str, TierStatus] = msgspec.field(default_factory=_no_tiers)
+    blocks: int = 0
+    sequences: int = 0
+    leases: int = 0
+    connections: int = 0
+    namespaces: list[NamespaceStatus] = []
+    prefix: PrefixStatus = msgspec.field(default_factory=PrefixStatus)
+    evictions: dict[str, int] = {}
+    wal: WalStatus = msgspec.field(default_factory=WalStatus)
+    recovery: RecoveryStatus = msgspec.field(default_factory=RecoveryStatus)
+    checkpoint: CheckpointStatus = msgspec.field(default_factory=CheckpointStatus)
+
+
+def to_plain(document: StatusDocument) -> dict[str, Any]:
+    """The document as dicts, lists and plain values, for JSON and for the socket."""
+    plain: dict[str, Any] = msgspec.to_builtins(document)
+    return plain
+
+
+def from_plain(plain: dict[str, Any]) -> StatusDocument:
+    """The document a daemon sent; keys of a newer daemon are ignored.
+
+    Raises msgspec.ValidationError if a key has another type than here.
+    """
+    return msgspec.convert(plain, StatusDocument)
