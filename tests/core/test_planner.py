@@ -311,7 +311,7 @@ def test_a_damaged_copy_is_a_miss_and_the_prefix_before_it_is_served() -> None:
     world.tiers.at(Tier.DISK, 0, world.state.blocks.slot[Tier.DISK][row]).payload = b"rotten"
     view = begin(world, 3, TOKENS[:16])
     assert len(view.slots) == 2
-    assert world.counters.checksum_failures[Tier.DISK] == 1
+    assert world.counters.checksum_failures["disk"] == 1
     check_invariants(world.state)
 
 

@@ -224,7 +224,7 @@ class Placement:
                 left[blocks.has_copy(rows, other)] = other
         for to, count in zip(*np.unique(left, return_counts=True), strict=True):
             name = Tier(to).label if to < len(Tier) else GONE
-            self.counters.evictions[tier.label, name, reason] += int(count)
+            self.counters.evicted(tier.label, name, reason, int(count))
         records = self._records(Kind.DROP, rows, tier, slots)
         self.policies[tier].forget(rows)
         self.commit(records)
@@ -301,13 +301,12 @@ class Placement:
             records["extra_lo"] = result.sum_lo[good]
             self.commit(records)
             self.policies[target].touch(rows[good])
-            moved = int(np.count_nonzero(good))
-            self.counters.moved_blocks[source, target] += moved
             shape = self.state.pools[int(self.state.pool_of(rows[:1])[0])]
-            self.counters.moved_bytes[source, target] += moved * shape.block_bytes
+            moved_bytes = int(np.count_nonzero(good)) * shape.block_bytes
+            self.counters.transferred(source.label, target.label, moved_bytes)
         bad = rows[alive & ~sound]
         if len(bad):
-            self.counters.checksum_failures[source] += len(bad)
+            self.counters.checksum_failures[source.label] += len(bad)
             # A worker may have the bytes mapped: its copy cannot be taken away under it.
             unmapped = bad[self.state.blocks.active[bad] == 0] if source is Tier.DEVICE else bad
             self._drop(source, unmapped, "corrupt")
@@ -410,7 +409,7 @@ class Placement:
                 self._unverified[part[alive & ok]] = False
                 bad = part[alive & ~ok]
                 if len(bad):
-                    self.counters.checksum_failures[Tier.DEVICE] += len(bad)
+                    self.counters.checksum_failures[Tier.DEVICE.label] += len(bad)
                     # One active holder is the request that asks, which has not got it yet.
                     self._drop(Tier.DEVICE, bad[blocks.active[bad] <= 1], "corrupt")
 

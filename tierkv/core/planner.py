@@ -174,12 +174,15 @@ class Planner:
         if usable < len(rows):
             self._truncate(sequence, usable)
         view = self.table(sequence)
-        hits = np.bincount(by_tier[:usable], minlength=len(Tier))
+        hits = np.bincount(by_tier[:usable], minlength=len(Tier)).tolist()
         tokens = chain.tokens.shape[1]
-        for tier in Tier:
-            self.placement.counters.hit_tokens[tier] += int(hits[tier]) * tokens
-        self.placement.counters.lookup_tokens += len(chain) * tokens
-        return TableView(view.slots, view.sealed, (int(hits[0]), int(hits[1]), int(hits[2])))
+        self.placement.counters.looked_up(
+            len(chain) * tokens,
+            device=hits[Tier.DEVICE] * tokens,
+            host=hits[Tier.HOST] * tokens,
+            disk=hits[Tier.DISK] * tokens,
+        )
+        return TableView(view.slots, view.sealed, (hits[0], hits[1], hits[2]))
 
     def reserve(self, lease: int, local: int, written: int, total: int) -> Flow[TableView]:
         """Room for ``total`` tokens; blocks from token ``written`` on are exclusive.

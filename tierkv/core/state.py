@@ -233,6 +233,10 @@ class State:
         self._dirty_sequences, self._dirty_leases, self._dirty_namespaces = set(), set(), set()
         return changes
 
+    def touch_namespace(self, namespace: int) -> None:
+        """Something the checkpoint stores beside a namespace has changed. Mutates."""
+        self._dirty_namespaces.add(namespace)
+
     def put_back(self, changes: Changes) -> None:
         """Count changes as not yet stored again, because their checkpoint failed. Mutates."""
         self._dirty_rows += [changes.rows, changes.freed_rows]

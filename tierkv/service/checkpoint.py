@@ -76,9 +76,7 @@ class Checkpointer:
             lsn = self._journal.flush()
             written = self._writer.bytes_written
             changes = self._state.take_changes()
-            content = index_changes(
-                self._state, changes, self._specs, {"checkpoint_lsn": lsn}
-            )
+            content = index_changes(self._state, changes, self._specs, {"checkpoint_lsn": lsn})
             loop = asyncio.get_running_loop()
             try:
                 await loop.run_in_executor(self._thread, self._write, content, lsn)

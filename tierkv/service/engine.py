@@ -227,7 +227,7 @@ class Engine:
             return
         for rows, ids in sealed:
             if self._behind_blocks + len(rows) > self._queue_blocks:
-                self.planner.placement.counters.copies_dropped += len(rows)
+                self.planner.placement.counters.optional_copies_dropped += len(rows)
                 continue
             self._put_behind(rows, ids)
 
@@ -300,5 +300,10 @@ async def _wait(signal: Signal) -> None:
     if signal.done:
         return
     future = asyncio.get_running_loop().create_future()
-    signal.callbacks.append(lambda: future.done() or future.set_result(None))
+    signal.callbacks.append(lambda: _resolve(future))
     await future
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

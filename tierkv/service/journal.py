@@ -92,11 +92,10 @@ class Journal:
             raise WalDead("the log failed; the daemon is about to exit")
         self._flush()
         if self._durability == "power" and self._writer.durable_lsn < self._writer.written_lsn:
-            done = asyncio.get_running_loop().create_future()
-            lsn = self._writer.written_lsn
-            self._waiting.append((lsn, lambda: done.done() or done.set_result(None)))
+            synced = asyncio.Event()
+            self._waiting.append((self._writer.written_lsn, synced.set))
             self._start_sync()
-            await done
+            await synced.wait()
 
     def flush(self) -> int:
         """Write the turn's frame now; returns the LSN up to which the log is written."""

@@ -153,9 +153,7 @@ def _rebuild(
             offset=0,
         )
     budgets = budgets_of(config)
-    old = {
-        tier: int(contents.meta.get(f"{tier.label}_bytes", budgets[tier])) for tier in Tier
-    }
+    old = {tier: int(contents.meta.get(f"{tier.label}_bytes", budgets[tier])) for tier in Tier}
     state = State({tier: max(old[tier], budgets[tier]) for tier in Tier}, slot_bytes)
     specs = restore(state, contents)
     after_lsn = int(contents.meta.get("checkpoint_lsn", 0))
@@ -324,4 +322,3 @@ def unverified_rows(state: State) -> I64:
     rows = state.live_rows()
     sealed = (state.blocks.flags[rows] & SEALED) != 0
     return rows[sealed & state.blocks.has_copy(rows, Tier.DEVICE)]
-

@@ -1,10 +1,10 @@
 """The state directory: who owns it, which store it is, and the sizes it was made with.
 
-    LOCK         flock'ed for the daemon's life
-    FORMAT       JSON, one page: format version, store uuid, segment size, sizes chosen, xxh3_64
-    wal/         the log           index/   checkpoints (LMDB)
-    data/        segment files (elsewhere if disk.dir says so)
-    quarantine/  what recovery refused, kept for inspection
+LOCK         flock'ed for the daemon's life
+FORMAT       JSON, one page: format version, store uuid, segment size, sizes chosen, xxh3_64
+wal/         the log           index/   checkpoints (LMDB)
+data/        segment files (elsewhere if disk.dir says so)
+quarantine/  what recovery refused, kept for inspection
 """
 
 from __future__ import annotations
