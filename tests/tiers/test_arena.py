@@ -95,8 +95,9 @@ def test_only_touched_pages_exist_and_punching_gives_them_back(
     assert os.fstat(arena.fd).st_blocks * 512 == 64 << 10
     assert not arena.slots(0)[[4, 5, 9]].any()
     ids = np.array([1, 2, 3, 4], np.uint64)
-    kept = verify_blocks(arena, 0, np.array([3, 4, 5, 9], np.uint32), ids)
-    assert kept.tolist() == [True, False, False, False]
+    slots = np.array([3, 4, 5, 9], np.uint32)
+    assert check_entries(arena, 0, slots, ids).tolist() == [True, False, False, False]
+    assert verify_blocks(arena, 0, slots, ids).tolist() == [True, False, False, False]
 
 
 def test_punching_a_small_slot_leaves_its_neighbours_alone(

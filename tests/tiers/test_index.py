@@ -191,6 +191,18 @@ def test_a_rotten_value_is_left_out_and_counted(
     assert contents.meta == ({} if database == b"meta" else {"ckpt_lsn": 5})
 
 
+def test_a_value_under_another_row_is_left_out(open_index: OpenIndex, path: Path) -> None:
+    open_index().commit(change([1, 2]))
+    open_index().close()
+    with lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=5, lib_version=0) as env:
+        db = env.open_db(b"blocks")
+        with env.begin(write=True) as txn:
+            value = txn.get((1).to_bytes(4, "big"), db=db)
+            txn.put((2).to_bytes(4, "big"), value, db=db)
+    contents = open_index().load()
+    assert (contents.rows.tolist(), contents.bad_rows) == ([1], 1)
+
+
 def test_a_value_of_a_wrong_length_is_left_out(open_index: OpenIndex, path: Path) -> None:
     open_index().commit(change([1, 2]))
     open_index().close()
