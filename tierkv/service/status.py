@@ -1,0 +1,129 @@
+"""Fills the status document from the daemon's parts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tierkv_wal import WalWriter
+
+from tierkv import __version__
+from tierkv.config.schema import Config
+from tierkv.core.ids import Tier
+from tierkv.core.planner import Planner
+from tierkv.obs.status import (
+    CheckpointStatus,
+    NamespaceStatus,
+    PrefixStatus,
+    RecoveredTier,
+    RecoveryStatus,
+    StatusDocument,
+    TierStatus,
+    WalStatus,
+)
+from tierkv.service.checkpoint import Checkpointer
+from tierkv.service.lifecycle import Lifecycle
+from tierkv.service.namespaces import Namespaces
+from tierkv.service.recovery import RecoveryReport
+from tierkv.service.sessions import Sessions
+
+
+@dataclass
+class StatusReader:
+    """Reads all parts when somebody asks."""
+
+    config: Config
+    lifecycle: Lifecycle
+    planner: Planner
+    namespaces: Namespaces
+    writer: WalWriter
+    checkpointer: Checkpointer
+    report: RecoveryReport
+    started: float
+    sessions: Sessions | None = None
+
+    def document(self) -> StatusDocument:
+        """The daemon as it is now."""
+        state = self.planner.state
+        counters = self.planner.placement.counters
+        return StatusDocument(
+            version=__version__,
+            state=self.lifecycle.state.value,
+            epoch=state.epoch,
+            pid=os.getpid(),
+            uptime_s=time.monotonic() - self.started,
+            durability=self.config.wal.durability,
+            socket=self.config.server.socket,
+            tiers={tier.label: self._tier(tier) for tier in Tier},
+            blocks=state.row_set.used_count,
+            sequences=len(state.sequences),
+            leases=len(state.leases),
+            connections=len(self.sessions) if self.sessions is not None else 0,
+            namespaces=self._namespaces(),
+            prefix=PrefixStatus(
+                lookup_tokens=counters.lookup_tokens,
+                hit_tokens=sum(counters.hit_tokens.values()),
+                hit_ratio=counters.hit_window.ratio,
+            ),
+            evictions=counters.evictions_status(),
+            wal=WalStatus(
+                appended_lsn=self.writer.appended_lsn,
+                durable_lsn=self.writer.durable_lsn,
+                bytes=self.writer.bytes_written,
+                segments=self.writer.segment_count,
+            ),
+            recovery=_recovery(self.report),
+            checkpoint=CheckpointStatus(
+                lsn=self.checkpointer.last_lsn, age_s=self.checkpointer.age_s
+            ),
+        )
+
+    def _tier(self, tier: Tier) -> TierStatus:
+        state = self.planner.state
+        capacity = state.budgets[tier]
+        used = state.used_bytes(tier)
+        blocks = sum(
+            slots.used_count for (of, _), slots in state.slots.items() if of is tier
+        )
+        paused = tier is Tier.DISK and self.planner.placement.disk_paused
+        return TierStatus(
+            capacity_bytes=capacity,
+            used_bytes=used,
+            blocks=blocks,
+            free_ratio=(capacity - used) / capacity if capacity else 0.0,
+            evictable_blocks=self.planner.placement.evictable(tier),
+            state="failed" if paused else "ok" if capacity else "off",
+        )
+
+    def _namespaces(self) -> list[NamespaceStatus]:
+        state = self.planner.state
+        found = []
+        for namespace, entry in state.namespaces.items():
+            shape = state.pools[entry.pool]
+            spec = self.namespaces.spec(namespace)
+            found.append(
+                NamespaceStatus(
+                    id=namespace,
+                    model=spec.model if spec else "",
+                    dtype=spec.dtype if spec else "",
+                    block_tokens=shape.block_tokens,
+                    block_bytes=shape.block_bytes,
+                )
+            )
+        return found
+
+
+def _recovery(report: RecoveryReport) -> RecoveryStatus:
+    tiers: Mapping[str, RecoveredTier] = {
+        tier.label: RecoveredTier(kept=found.kept, dropped=found.dropped)
+        for tier, found in report.tiers.items()
+    }
+    return RecoveryStatus(
+        duration_s=report.duration_s,
+        records=report.records,
+        blocks=report.blocks,
+        dropped_blocks=report.dropped_blocks,
+        tiers=dict(tiers),
+    )
