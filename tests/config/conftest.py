@@ -30,7 +30,7 @@ def make_environment() -> MakeEnvironment:
         return Environment(
             uid=uid,
             variables=variables or {},
-            working_dir="/work",
+            working_dir="/here",
             ram_free_bytes=ram_free_bytes,
             space=lambda path: ram if path.startswith("/dev/shm") else disk,
         )

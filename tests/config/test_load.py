@@ -47,7 +47,7 @@ def test_later_layers_win_and_every_value_knows_its_origin(
 ) -> None:
     file = write('[wal]\ndurability = "power"\nsegment_bytes = "1 MiB"\ncheckpoint_s = "1min"\n')
     variables = {"TIERKV_WAL__SEGMENT_BYTES": "2 MiB", "TIERKV_WAL__CHECKPOINT_S": "2min"}
-    flags = {"wal.checkpoint_s": "3min", "server.socket": "/s", "log.level": "debug"}
+    flags = {"wal.checkpoint_s": "3min", "--socket": "/s", "log.level": "debug"}
     loaded = load(file, make_environment(variables=variables), flags)
     wal = loaded.config.wal
     assert (wal.durability, wal.segment_bytes, wal.checkpoint_s) == ("power", 2 * MiB, 180.0)

@@ -106,8 +106,8 @@ def test_paths_become_absolute(make_environment: MakeEnvironment) -> None:
         server=Server(socket="run/../t.sock", state_dir="~/state"), arena=Arena(dir="/dev/shm/x")
     )
     config = resolve(given, make_environment(variables={"HOME": "/root"}))
-    assert config.server.socket == "/work/t.sock"
-    assert config.metrics.socket == "/work/metrics.sock"
+    assert config.server.socket == "/here/t.sock"
+    assert config.metrics.socket == "/here/metrics.sock"
     assert config.server.state_dir == "/root/state"
     assert config.arena.dir == "/dev/shm/x"
 

@@ -62,7 +62,9 @@ def default_file(environment: Environment) -> Path | None:
 
 
 def load(file: Path | None, environment: Environment, flags: Mapping[str, str]) -> Loaded:
-    """The configuration from all layers; ``flags`` maps keys ("wal.durability") to text.
+    """The configuration from all layers.
+
+    ``flags`` maps keys ("wal.durability") or short flags ("--durability") to text; later ones win.
 
     Raises ConfigError with every problem found: key, what, where it was written, what to do.
     """
@@ -145,10 +147,12 @@ def _from_variables(variables: Mapping[str, str]) -> Iterator[_Given]:
 
 
 def _from_flags(flags: Mapping[str, str]) -> Iterator[_Given]:
-    known = settings()
-    for key, raw in flags.items():
-        short = known[key].flag if key in known else ""
-        yield _Given(key, raw, f"flag {short or f'--set {key}'}")
+    key_by_flag = {setting.flag: setting.key for setting in settings().values() if setting.flag}
+    for name, raw in flags.items():
+        if name in key_by_flag:
+            yield _Given(key_by_flag[name], raw, f"flag {name}")
+        else:
+            yield _Given(name, raw, f"flag --set {name}")
 
 
 def _unknown(key: str, origin: str, known: dict[str, Setting]) -> str:

@@ -1,0 +1,72 @@
+"""``tierkv config``: what is set, by whom, and whether it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from tierkv.cli.exit_codes import Exit
+from tierkv.cli.options import config_options, load_config
+from tierkv.cli.render import print_json, print_table
+from tierkv.config import docs
+from tierkv.config.schema import settings
+from tierkv.config.values import write_value
+
+
+@click.group(no_args_is_help=False)
+def config() -> None:
+    """Show, check or print the configuration.
+
+    \b
+    tierkv config show
+    tierkv config check --config tierkv.toml
+    tierkv config default > tierkv.toml
+    """
+
+
+@config.command()
+@config_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: {key: {value, origin}}.")
+def show(file: Path | None, overrides: Sequence[str], as_json: bool) -> None:
+    """Print every setting and where it came from.
+
+    Automatic values are shown as they would be decided now.
+    """
+    loaded = load_config(file, overrides)
+    values = {
+        key: getattr(getattr(loaded.config, setting.section), setting.name)
+        for key, setting in settings().items()
+    }
+    if as_json:
+        print_json(
+            {key: {"value": value, "origin": loaded.origins[key]} for key, value in values.items()}
+        )
+        return
+    rows = []
+    for key, setting in settings().items():
+        origin = loaded.origins[key]
+        written = getattr(getattr(loaded.written, setting.section), setting.name)
+        if setting.auto_is and written == setting.auto:
+            origin = f"{origin}: automatic"
+        rows.append((key, write_value(setting, values[key]) or '""', origin))
+    print_table(("key", "value", "from"), rows)
+
+
+@config.command()
+@config_options
+def check(file: Path | None, overrides: Sequence[str]) -> int:
+    """Tell what is wrong with the configuration.
+
+    Exits with 78 if anything is.
+    """
+    load_config(file, overrides)
+    click.echo("the configuration is fine")
+    return Exit.OK
+
+
+@config.command()
+def default() -> None:
+    """Print a file with all defaults, commented out."""
+    click.echo(docs.default_toml(), nl=False)

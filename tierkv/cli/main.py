@@ -1,0 +1,100 @@
+"""The command ``tierkv``: finds the sub-command, imports only that one, and reports errors.
+
+Nothing heavier than click is imported here: ``tierkv --help`` and shell completion stay instant.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+import click
+
+from tierkv import __version__
+from tierkv.cli.exit_codes import Exit, exit_for
+from tierkv.errors import InvariantViolation, TierkvError
+
+
+class _Command(NamedTuple):
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "serve": _Command("tierkv.cli.serve", "Run the daemon in the foreground."),
+    "status": _Command("tierkv.cli.status", "Show what a running daemon holds and does."),
+    "config": _Command("tierkv.cli.config", "Show, check or print the configuration."),
+    "verify": _Command("tierkv.cli.verify", "Check the log, the index and the blocks on disk."),
+    "demo": _Command("tierkv.cli.demo", "Generate text with a small model on a tierkv cache."),
+}
+"""Each module has a click command named like its key; the summary is here to spare the import."""
+
+
+class LazyGroup(click.Group):
+    """Lists all commands without importing one, and imports the one that is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(COMMANDS[cmd_name].module), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.summary) for name, command in COMMANDS.items()])
+
+
+@click.group(
+    cls=LazyGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+)
+@click.version_option(__version__, prog_name="tierkv")
+@click.pass_context
+def cli(ctx: click.Context) -> int:
+    """Keep the KV cache of language models in GPU memory, host RAM and NVMe, crash-safe.
+
+    \b
+    tierkv serve                          run the daemon with automatic sizes
+    tierkv serve --set wal.durability=power
+    tierkv status                         ask a running daemon how it is
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+        return Exit.USAGE
+    return Exit.OK
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status; errors become one line on standard error.
+
+    Programming errors (InvariantViolation and whatever is not foreseen) keep their traceback.
+    """
+    try:
+        result = cli.main(arguments, prog_name="tierkv", standalone_mode=False)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "tierkv"
+        what = error.format_message().rstrip(".")
+        return _report(f"{what}; see `{command} --help`", Exit.USAGE)
+    except click.ClickException as error:
+        return _report(error.format_message(), Exit.FAILED)
+    except (click.Abort, KeyboardInterrupt):
+        return _report("interrupted", Exit.FAILED)
+    except InvariantViolation:
+        raise
+    except TierkvError as error:
+        return _report(error.message, exit_for(error))
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        return _report(f"{error.strerror or error}{where}", Exit.FAILED)
+    return int(result or Exit.OK)
+
+
+def _report(text: str, code: Exit) -> int:
+    click.echo(f"tierkv: {text}", file=sys.stderr)
+    return code

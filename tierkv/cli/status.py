@@ -1,0 +1,138 @@
+"""``tierkv status``: one question to the daemon, shown as tables or as JSON."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from tierkv.cli.exit_codes import Exit
+from tierkv.cli.options import load_config
+from tierkv.cli.render import print_json, print_table
+from tierkv.errors import ProtocolError, Unavailable
+from tierkv.obs.status import SERVING, StatusDocument, from_plain
+from tierkv.units import about_bytes, about_duration, format_ratio
+
+SYSTEM_SOCKET = "/run/tierkv/tierkv.sock"
+TIMEOUT_S = 2.0
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the status document as JSON.")
+@click.option(
+    "--socket",
+    metavar="PATH",
+    help="The daemon's socket; else that of the configuration, else the system daemon's.",
+)
+def status(as_json: bool, socket: str | None) -> int:
+    """Show what a running daemon holds and does.
+
+    Exits with 0 if it serves, 75 if it does not yet or no more, 3 if there is none.
+
+    \b
+    tierkv status
+    tierkv status --json | jq .prefix.hit_ratio
+    """
+    plain = _ask(socket or _find_socket())
+    try:
+        document = from_plain(plain)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"the daemon's status is not understood: {error}") from error
+    if as_json:
+        print_json(plain)
+    else:
+        _print(document)
+    return Exit.OK if document.state == SERVING else Exit.NOT_READY
+
+
+def _find_socket() -> str:
+    configured = load_config(None, ()).config.server.socket
+    if not Path(configured).exists() and Path(SYSTEM_SOCKET).exists():
+        return SYSTEM_SOCKET
+    return configured
+
+
+def _ask(socket: str) -> dict[str, Any]:
+    try:
+        with import_module("tierkv.client").connect(socket, timeout_s=TIMEOUT_S) as client:
+            plain: dict[str, Any] = client.stat()
+            return plain
+    except (OSError, Unavailable) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise Unavailable(
+            f"no daemon answers: {reason} ({socket}); "
+            "start one by `tierkv serve`, or name its socket by --socket"
+        ) from error
+
+
+def _print(document: StatusDocument) -> None:
+    click.echo(
+        f"tierkv {document.version} is {document.state}, up {about_duration(document.uptime_s)}"
+        f" (pid {document.pid}, epoch {document.epoch}, durability {document.durability})\n"
+    )
+    print_table(
+        ("tier", "capacity", "used", "free", "blocks", "evictable", "state"),
+        [
+            (
+                name,
+                about_bytes(tier.capacity_bytes),
+                about_bytes(tier.used_bytes),
+                format_ratio(tier.free_ratio),
+                f"{tier.blocks:,}",
+                f"{tier.evictable_blocks:,}",
+                tier.state,
+            )
+            for name, tier in document.tiers.items()
+        ],
+        numbers=("capacity", "used", "free", "blocks", "evictable"),
+    )
+    if document.namespaces:
+        click.echo()
+        print_table(
+            ("namespace", "model", "dtype", "block tokens", "block size"),
+            [
+                (
+                    str(namespace.id),
+                    namespace.model,
+                    namespace.dtype,
+                    str(namespace.block_tokens),
+                    about_bytes(namespace.block_bytes),
+                )
+                for namespace in document.namespaces
+            ],
+            numbers=("namespace", "block tokens", "block size"),
+        )
+    click.echo()
+    print_table(("what", "now"), _facts(document))
+
+
+def _facts(document: StatusDocument) -> list[tuple[str, str]]:
+    prefix, wal, recovery = document.prefix, document.wal, document.recovery
+    workers = (
+        f"{document.connections} connected, {document.leases} leases, "
+        f"{document.sequences} sequences"
+    )
+    evictions = ", ".join(f"{way} {blocks:,}" for way, blocks in document.evictions.items())
+    log = (
+        f"{about_bytes(wal.bytes)} in {wal.segments} segments, "
+        f"lsn {wal.appended_lsn} written, {wal.durable_lsn} durable"
+    )
+    age_s = document.checkpoint.age_s
+    checkpoint = f"{about_duration(age_s)} ago at lsn {document.checkpoint.lsn}"
+    recovered = (
+        f"{recovery.blocks:,} blocks kept, {recovery.dropped_blocks:,} lost, "
+        f"{recovery.records:,} records in {about_duration(recovery.duration_s)}"
+    )
+    return [
+        ("prefix hits", f"{format_ratio(prefix.hit_ratio)} of the latest tokens"),
+        ("since start", f"{prefix.hit_tokens:,} of {prefix.lookup_tokens:,} tokens"),
+        ("blocks", f"{document.blocks:,}"),
+        ("workers", workers),
+        ("evictions", evictions or "none"),
+        ("log", log),
+        ("checkpoint", checkpoint if age_s >= 0 else "none yet"),
+        ("recovery", recovered),
+    ]
