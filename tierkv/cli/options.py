@@ -46,5 +46,12 @@ def load_config(
         if not equals:
             raise click.BadParameter(f"{override!r} is not SECTION.KEY=VALUE", param_hint="--set")
         flags[key.strip()] = text
-    environment = this_environment()
+    environment = this_environment(_recorded_sizes)
     return load(file or default_file(environment), environment, flags | dict(short_flags or {}))
+
+
+def _recorded_sizes(state_dir: str) -> Mapping[str, int]:
+    # Imported late: it needs msgspec's JSON and xxhash, which --help does not.
+    from tierkv.service.store import recorded_sizes
+
+    return recorded_sizes(Path(state_dir))

@@ -38,9 +38,17 @@ class Environment(NamedTuple):
     working_dir: str
     ram_free_bytes: int
     space: Callable[[str], Space]
+    recorded: Callable[[str], Mapping[str, int]] = lambda _state_dir: {}
+    """Sizes that the store in a state directory was made with, by key ("device.bytes").
+
+    An automatic size is decided once: if it followed today's free memory, the RAM tiers of
+    yesterday's daemon would not fit and be lost.
+    """
 
 
-def this_environment() -> Environment:
+def this_environment(
+    recorded: Callable[[str], Mapping[str, int]] = lambda _state_dir: {},
+) -> Environment:
     """The environment of this process."""
     return Environment(
         uid=os.getuid(),
@@ -48,6 +56,7 @@ def this_environment() -> Environment:
         working_dir=str(Path.cwd()),
         ram_free_bytes=_available_ram_bytes(),
         space=_space,
+        recorded=recorded,
     )
 
 
@@ -65,13 +74,15 @@ def resolve(config: Config, environment: Environment) -> Config:
         beside = str(PurePosixPath(socket).with_name("metrics.sock"))
         metrics_socket = _absolute(metrics_socket, beside, environment)
 
-    device_bytes, host_bytes = config.device.bytes, config.host.bytes
+    recorded = environment.recorded(state_dir)
+    device_bytes = _recorded(config.device.bytes, recorded, "device.bytes")
+    host_bytes = _recorded(config.host.bytes, recorded, "host.bytes")
     if AUTO_BYTES in (device_bytes, host_bytes):
         space = environment.space(arena_dir)
         ram_bytes = min(space.free, environment.ram_free_bytes) + space.own
         device_bytes = _automatic(device_bytes, int(DEVICE_SHARE * ram_bytes))
         host_bytes = _automatic(host_bytes, int(HOST_SHARE * ram_bytes))
-    disk_bytes = config.disk.bytes
+    disk_bytes = _recorded(config.disk.bytes, recorded, "disk.bytes")
     if disk_bytes == AUTO_BYTES:
         space = environment.space(disk_dir)
         share = int(DISK_SHARE * (space.free + space.own))
@@ -90,6 +101,10 @@ def resolve(config: Config, environment: Environment) -> Config:
         disk=replace(config.disk, dir=disk_dir, bytes=disk_bytes, segment_bytes=segment_bytes),
         metrics=replace(config.metrics, socket=metrics_socket),
     )
+
+
+def _recorded(size_bytes: int, recorded: Mapping[str, int], key: str) -> int:
+    return recorded.get(key, size_bytes) if size_bytes == AUTO_BYTES else size_bytes
 
 
 def _automatic(size_bytes: int, auto_bytes: int) -> int:

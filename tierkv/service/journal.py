@@ -13,26 +13,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
-from tierkv_wal import WalDead
+import numpy as np
+from tierkv_wal import WalDead, WalWriter
 
 from tierkv.core.records import Records
 from tierkv.core.state import State
-
-
-class LogWriter(Protocol):
-    """The part of ``tierkv_wal.WalWriter`` that the journal uses."""
-
-    @property
-    def appended_lsn(self) -> int: ...
-    @property
-    def written_lsn(self) -> int: ...
-    @property
-    def durable_lsn(self) -> int: ...
-    def append(self, records: Records, flags: int = 0) -> int: ...
-    def write(self) -> int: ...
-    def sync(self) -> int: ...
 
 
 class Journal:
@@ -45,7 +31,7 @@ class Journal:
     def __init__(
         self,
         state: State,
-        writer: LogWriter,
+        writer: WalWriter,
         durability: str,
         none_flush_s: float,
         on_death: Callable[[Exception], None],
@@ -67,7 +53,7 @@ class Journal:
         """Apply records and put them into the turn's frame. Mutates the state."""
         self._state.apply(records)
         try:
-            self._writer.append(records)
+            self._writer.append(records.view(np.uint8))
         except (OSError, WalDead) as error:
             self._die(error)
             return

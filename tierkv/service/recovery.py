@@ -320,5 +320,6 @@ def _entries_agree(
 def unverified_rows(state: State) -> I64:
     """Sealed device copies: they outlived a daemon and are checked before they are handed out."""
     rows = state.live_rows()
-    sealed = (state.blocks.flags[rows] & SEALED) != 0
-    return rows[sealed & state.blocks.has_copy(rows, Tier.DEVICE)]
+    sealed: Bool = (state.blocks.flags[rows] & SEALED) != 0
+    outlived: I64 = rows[sealed & state.blocks.has_copy(rows, Tier.DEVICE)]
+    return outlived

@@ -84,9 +84,7 @@ class StatusReader:
         state = self.planner.state
         capacity = state.budgets[tier]
         used = state.used_bytes(tier)
-        blocks = sum(
-            slots.used_count for (of, _), slots in state.slots.items() if of is tier
-        )
+        blocks = sum(slots.used_count for (of, _), slots in state.slots.items() if of is tier)
         paused = tier is Tier.DISK and self.planner.placement.disk_paused
         return TierStatus(
             capacity_bytes=capacity,

@@ -138,6 +138,24 @@ def read_format(state_dir: Path) -> StoreFormat | None:
     return content
 
 
+def recorded_sizes(state_dir: Path) -> dict[str, int]:
+    """Sizes the store was made with, by configuration key; empty where there is no store.
+
+    A damaged file counts as none: the daemon will say so when it opens the store.
+    """
+    try:
+        content = read_format(state_dir)
+    except (CorruptionError, ConfigError, OSError):
+        return {}
+    if content is None:
+        return {}
+    return {
+        "device.bytes": content.device_bytes,
+        "host.bytes": content.host_bytes,
+        "disk.bytes": content.disk_bytes,
+    }
+
+
 def new_store(
     *, disk_segment_bytes: int, device_bytes: int, host_bytes: int, disk_bytes: int
 ) -> StoreFormat:

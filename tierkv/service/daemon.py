@@ -1,0 +1,373 @@
+"""Builds the daemon's object graph once, runs it, and takes it down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tierkv.config.schema import Config
+from tierkv.core.counters import Counters
+from tierkv.core.effects import Move
+from tierkv.core.ids import Tier
+from tierkv.core.placement import Placement
+from tierkv.core.planner import Limits, Planner
+from tierkv.core.policy import Lru
+from tierkv.core.records import Records
+from tierkv.errors import ConfigError, TierFailed, TierFull, TierkvError
+from tierkv.obs.exporter import Exporter
+from tierkv.obs.metrics import Metrics
+from tierkv.obs.status import StatusDocument, to_plain
+from tierkv.rpc.connection import ConnectionLimits
+from tierkv.rpc.listener import Listener, bind_socket
+from tierkv.service.attend import Attention
+from tierkv.service.checkpoint import Checkpointer
+from tierkv.service.engine import Engine
+from tierkv.service.journal import Journal
+from tierkv.service.leases import Leases
+from tierkv.service.lifecycle import DaemonState, Lifecycle
+from tierkv.service.namespaces import Namespaces
+from tierkv.service.recovery import Recovered, recover, unverified_rows
+from tierkv.service.sessions import Sessions
+from tierkv.service.status import StatusReader
+from tierkv.service.store import StateDirectory
+from tierkv.service.systemd import Notifier, inherited_socket
+from tierkv.tiers.mover import Mover
+from tierkv.tiers.tables import ArenaTables
+
+log = logging.getLogger(__name__)
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_IO = 74
+"""The log could not be written (EX_IOERR): what the disk holds is unknown until recovery."""
+EXIT_CONFIG = 78
+
+TICK_S = 0.1
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may keep the interpreter: bounds how late the loop wakes up."""
+
+DRAIN_S = 30.0
+
+
+def run(config: Config) -> int:
+    """Run the daemon until it is told to stop; returns the exit code."""
+    faulthandler.enable()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_Daemon(config).run())
+    except ConfigError as error:
+        log.error("%s", error)
+        return EXIT_CONFIG
+    except TierkvError as error:
+        log.error("%s", error)
+        return EXIT_FAILED
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """uvloop's where it is installed (the ``fast`` extra), else asyncio's own."""
+    if os.environ.get("TIERKV_LOOP") == "asyncio":
+        return asyncio.new_event_loop
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+class _Daemon:
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._lifecycle = Lifecycle()
+        self._counters = Counters()
+        self._notifier = Notifier(os.environ.get("NOTIFY_SOCKET", ""))
+        self._stop = asyncio.Event()
+        self._exit_code = EXIT_OK
+        self._started = time.monotonic()
+        self._reader: StatusReader | None = None
+        self._metrics = Metrics(self._document, self._counters)
+
+    async def run(self) -> int:
+        config = self._config
+        self._handle_signals()
+        listening = _listening_socket(config)
+        directory = StateDirectory.open(Path(config.server.state_dir))
+        exporter = Exporter(
+            exposition=self._metrics.exposition,
+            status=lambda: to_plain(self._document()),
+            state=lambda: self._lifecycle.state.value,
+        )
+        try:
+            self._lifecycle.enter(DaemonState.RECOVERING)
+            await _start_exporter(exporter, config)
+            # Recovery runs on the main thread: nothing else may run before it is done, and
+            # clients that connect meanwhile wait in the socket's backlog.
+            recovered = recover(config, directory, self._progress)
+            await self._serve(recovered, listening)
+        finally:
+            await exporter.close()
+            listening.close()
+            directory.close()
+        self._lifecycle.enter(DaemonState.STOPPED)
+        return self._exit_code
+
+    async def _serve(self, recovered: Recovered, listening: socket.socket) -> None:
+        config, state = self._config, recovered.state
+        power = config.wal.durability == "power"
+        journal = Journal(
+            state,
+            recovered.writer,
+            config.wal.durability,
+            config.wal.none_flush_s,
+            self._log_died,
+            self._metrics.wal_fsync_duration.observe,
+        )
+        placement = Placement(
+            state,
+            ArenaTables(recovered.arenas),
+            {tier: Lru() for tier in Tier},
+            journal.commit,
+            self._counters,
+        )
+        placement.mark_unverified(unverified_rows(state))
+        placement.list_all()
+        limits = Limits(config.server.sequences_max, config.server.blocks_per_request_max)
+        planner = Planner(state, placement, limits)
+        mover = Mover(recovered.arenas, recovered.disk, durable_writes=power)
+        engine = Engine(
+            planner,
+            journal,
+            mover,
+            write_through=config.disk.write == "through",
+            durable_seal=power,
+            queue_blocks=config.disk.queue_blocks,
+        )
+        engine.on_move = self._moved
+        engine.on_broken = self._broken
+        checkpointer = Checkpointer(
+            state,
+            recovered.specs,
+            journal,
+            recovered.writer,
+            recovered.disk,
+            recovered.index,
+            recovered.checkpoint_lsn,
+        )
+        checkpointer.on_done = self._metrics.checkpoint_duration.observe
+        leases = Leases(planner, config.server.grace_s)
+        namespaces = Namespaces(planner, recovered.arenas, recovered.disk, recovered.specs)
+        attention = Attention(planner, namespaces, recovered.arenas, config.attend.threads)
+        self._reader = StatusReader(
+            config,
+            self._lifecycle,
+            planner,
+            namespaces,
+            recovered.writer,
+            checkpointer,
+            recovered.report,
+            self._started,
+        )
+        sessions = Sessions(
+            engine=engine,
+            leases=leases,
+            namespaces=namespaces,
+            attention=attention,
+            arena=recovered.arenas[Tier.DEVICE],
+            lifecycle=self._lifecycle,
+            status=lambda: to_plain(self._document()),
+            checkpoint=checkpointer.run,
+            observer=self,
+        )
+        self._reader.sessions = sessions
+        listener = Listener(
+            listening,
+            sessions,
+            uids=config.server.allowed_uids,
+            limits=ConnectionLimits(
+                connections=config.server.connections_max,
+                in_flight=config.server.in_flight_max,
+                payload_bytes=config.server.message_bytes_max,
+            ),
+        )
+        _log_epoch(journal, state.epoch)
+        leases.await_workers()
+        if config.disk.write == "through":
+            engine.write_all_behind()
+        gc.collect()
+        gc.freeze()
+        self._lifecycle.enter(DaemonState.SERVING)
+        self._announce(recovered)
+        await self._until_stopped(
+            listener.serve(), engine.write_behind(), self._tick(recovered, checkpointer)
+        )
+        self._lifecycle.enter(DaemonState.DRAINING)
+        self._notifier.send("STOPPING=1", "STATUS=draining")
+        await listener.close()
+        leases.close()
+        await _drain(engine, checkpointer)
+        await engine.close()
+        attention.close()
+        checkpointer.close()
+        journal.close()
+        _close(recovered)
+
+    async def _until_stopped(self, *work: Any) -> None:
+        """Run the background work until a signal; its failure is the daemon's."""
+        tasks = [asyncio.ensure_future(one) for one in work]
+        stopping = asyncio.ensure_future(self._stop.wait())
+        done, _ = await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in (stopping, *tasks):
+            task.cancel()
+        await asyncio.gather(stopping, *tasks, return_exceptions=True)
+        for task in done - {stopping}:
+            error = task.exception()
+            if error is not None:
+                raise error
+
+    async def _tick(self, recovered: Recovered, checkpointer: Checkpointer) -> None:
+        """Checkpoints when they are due, keeps a spare log segment, measures the loop's lag."""
+        loop = asyncio.get_running_loop()
+        wal = self._config.wal
+        while True:
+            expected = loop.time() + TICK_S
+            await asyncio.sleep(TICK_S)
+            self._counters.event_loop_lag_s = max(0.0, loop.time() - expected)
+            self._counters.wal_bytes = recovered.writer.bytes_written
+            if checkpointer.due(wal.checkpoint_bytes, wal.checkpoint_s):
+                try:
+                    await checkpointer.run()
+                except (TierFull, TierFailed, OSError) as error:
+                    log.error("checkpoint failed, the log keeps everything: %s", error)
+                    await asyncio.sleep(1.0)
+                else:
+                    self._counters.checkpoint_timestamp_s = checkpointer.last_unix_s
+            with contextlib.suppress(OSError):
+                # Without a spare the next rotation makes its segment itself.
+                await loop.run_in_executor(None, recovered.writer.prepare_spare)
+
+    # --- what the parts report --------------------------------------------------------------------
+
+    def answered(self, verb: str, code: str, seconds: float) -> None:
+        """See sessions.Observer."""
+        self._counters.answered(verb, code)
+        self._metrics.rpc_duration[verb].observe(seconds)
+        if verb == "reserve" and code in ("ok", "pool_exhausted"):
+            outcome = "ok" if code == "ok" else "exhausted"
+            self._metrics.block_alloc_duration[outcome].observe(seconds)
+
+    def _moved(self, move: Move, seconds: float) -> None:
+        self._metrics.transfer_duration[move.source.label, move.target.label].observe(seconds)
+
+    def _log_died(self, error: Exception) -> None:
+        log.critical("the log cannot be written, stopping at once: %s", error)
+        _flush_streams()
+        os._exit(EXIT_IO)
+
+    def _broken(self, error: BaseException) -> None:
+        log.critical("a request broke the daemon, stopping at once", exc_info=error)
+        _flush_streams()
+        os._exit(EXIT_FAILED)
+
+    def _document(self) -> StatusDocument:
+        if self._reader is None:
+            from tierkv import __version__
+
+            return StatusDocument(version=__version__, state=self._lifecycle.state.value)
+        return self._reader.document()
+
+    def _progress(self, what: str) -> None:
+        self._notifier.send(f"STATUS=recovering: {what}")
+
+    def _announce(self, recovered: Recovered) -> None:
+        report = recovered.report
+        log.info(
+            "serving",
+            extra={
+                "socket": self._config.server.socket,
+                "epoch": recovered.state.epoch,
+                "blocks": report.blocks,
+                "recovery_s": round(report.duration_s, 3),
+                "records": report.records,
+                "wal_end": report.wal_end,
+                "leases_waiting": report.leases_kept,
+            },
+        )
+        self._notifier.send("READY=1", f"STATUS=serving, {report.blocks} blocks recovered")
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._told_to_stop)
+
+    def _told_to_stop(self) -> None:
+        if self._stop.is_set():
+            # The second time: at once. What was acknowledged is in the log.
+            _flush_streams()
+            os._exit(EXIT_FAILED)
+        self._stop.set()
+
+
+def _listening_socket(config: Config) -> socket.socket:
+    inherited = inherited_socket(os.environ)
+    if inherited is not None:
+        return inherited
+    path = Path(config.server.socket)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"server.socket: cannot make {path.parent}: {error.strerror}") from error
+    return bind_socket(path)
+
+
+async def _start_exporter(exporter: Exporter, config: Config) -> None:
+    if config.metrics.socket:
+        Path(config.metrics.socket).parent.mkdir(parents=True, exist_ok=True)
+    await exporter.start(tcp=config.metrics.tcp, socket=config.metrics.socket)
+
+
+def _log_epoch(journal: Journal, epoch: int) -> None:
+    from tierkv.core.records import Kind, blank
+
+    records: Records = blank(1, Kind.EPOCH)
+    records["id"] = epoch
+    journal.commit(records)
+    journal.flush()
+
+
+async def _drain(engine: Engine, checkpointer: Checkpointer) -> None:
+    """Write what is only in RAM to disk and make a last checkpoint, as far as time allows."""
+    try:
+        async with asyncio.timeout(DRAIN_S):
+            behind = asyncio.ensure_future(engine.write_behind())
+            await engine.everything_written()
+            behind.cancel()
+            await checkpointer.run()
+    except (TimeoutError, TierkvError, OSError) as error:
+        log.warning("stopping without a last checkpoint; the log has everything: %s", error)
+
+
+def _close(recovered: Recovered) -> None:
+    recovered.writer.close()
+    if recovered.disk is not None:
+        recovered.disk.close()
+    recovered.index.close()
+    for arena in recovered.arenas.values():
+        arena.close()
+
+
+def _flush_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
