@@ -1,0 +1,90 @@
+"""Paged attention: the one entry point, over all backends."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tierkv_kernels import reference
+from tierkv_kernels.call import check_call
+from tierkv_kernels.errors import BackendUnavailable, require
+from tierkv_kernels.work import Plan
+
+Backend = Literal["auto", "torch", "cuda", "cpu"]
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    q_indptr: Tensor | None = None,
+    plan: Plan | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int = -1,
+    softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of a ragged batch of queries over K and V kept in blocks. Inference only.
+
+    T = query tokens of all sequences, B = sequences, Hq and Hkv = heads (Hq a multiple of Hkv),
+    D = head_dim. Query ``i`` of a sequence sits at position ``seq_len - q_len + i``.
+
+    q: [T, Hq, D] float16, bfloat16 or float32, last dimension contiguous.
+    k_cache, v_cache: [num_blocks, block_size, Hkv, D] in q's dtype or float8_e4m3fn; any strides
+        with the last dimension contiguous. A layer of a block-major pool is ``pool[:, l, 0]``,
+        heads before tokens (HND) is ``cache.transpose(1, 2)``.
+    block_table: [B, max_blocks] int32. Entries past a sequence's length are never read.
+    seq_lens: [B] int32, tokens in the cache, the queries' own included.
+    q_indptr: [B + 1] int32, where each sequence's queries begin in q; None: one query each.
+    plan: from ``plan()``, for the same lengths, heads, ``causal`` and ``window``; None: made here,
+        unsplit. One plan serves all layers of a step.
+    scale: what q . k is multiplied with; None: 1 / sqrt(D).
+    causal: a query sees keys up to its own position. window: ``w`` >= 0: none before ``pos - w``.
+    softcap: ``c`` > 0: a score s becomes ``c * tanh(s / c)``.
+    k_scale, v_scale: what the stored K and V are multiplied with.
+    out: [T, Hq, D] like q, to be overwritten; None: a new tensor.
+    backend: "torch", or "auto" for the fastest that can run here. "cuda" and "cpu" are to come.
+
+    Returns ``(out, lse)``. lse is None unless ``return_lse``, then [T, Hq] float32: the natural log
+    of the sum of exp(score). A query that sees no key gets out 0 and lse -inf.
+
+    Raises InvalidInput, BackendUnavailable.
+    """
+    require(
+        backend in ("auto", "torch", "cuda", "cpu"),
+        f'backend: got {backend!r}, want "auto", "torch", "cuda" or "cpu"',
+    )
+    if backend in ("cuda", "cpu"):
+        raise BackendUnavailable(
+            f'backend: the "{backend}" kernel is not built yet; use "torch" or "auto"'
+        )
+    call = check_call(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        q_indptr=q_indptr,
+        plan=plan,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        out=out,
+        return_lse=return_lse,
+    )
+    with torch.no_grad():
+        reference.run(call)
+    return call.out, call.lse

@@ -1,0 +1,216 @@
+"""Random paged batches, and the check of an output against the oracle."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from attention_oracle import attention_float64, attention_same_precision
+from hypothesis import strategies as st
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+GARBAGE = (-1, -(2**31), 2**31 - 1, 1_000_000)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything about a batch except its numbers."""
+
+    lengths: tuple[tuple[int, int], ...]  # (seq_len, q_len) of each sequence
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 16
+    block_size: int = 8
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    layout: str = "nhd"  # or "hnd", "pool nhd", "pool hnd"
+    in_order: bool = False  # the blocks of a sequence are consecutive slots
+    shared_tokens: int = 0  # common to all sequences, their full blocks in the same slots
+    causal: bool = True
+    window: int = -1
+    softcap: float = 0.0
+    seed: int = 0
+
+    @property
+    def seq_lens(self) -> list[int]:
+        return [seq_len for seq_len, _ in self.lengths]
+
+    @property
+    def q_lens(self) -> list[int]:
+        return [q_len for _, q_len in self.lengths]
+
+    @property
+    def geometry(self) -> dict[str, int]:
+        """The arguments of plan() that every plan needs."""
+        return {
+            "num_q_heads": self.kv_heads * self.group,
+            "num_kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "block_size": self.block_size,
+        }
+
+    @property
+    def mask(self) -> dict[str, object]:
+        return {"causal": self.causal, "window": self.window}
+
+
+@dataclass
+class Batch:
+    """Tensors for paged_attention, and the same keys and values in order for the oracle."""
+
+    shape: Shape
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    q_indptr: Tensor
+    keys: list[Tensor]  # [N, Hkv, D] of each sequence
+    values: list[Tensor]
+    scales: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.q, self.k_cache, self.v_cache, self.block_table, self.seq_lens
+
+    @property
+    def options(self) -> dict[str, object]:
+        return {
+            "q_indptr": self.q_indptr,
+            "causal": self.shape.causal,
+            "window": self.shape.window,
+            "softcap": self.shape.softcap,
+            **self.scales,
+        }
+
+
+def make_batch(shape: Shape) -> Batch:
+    """Slots that hold no token are NaN, table entries past a sequence's end are garbage."""
+    generator = torch.Generator().manual_seed(shape.seed)
+    kv_dtype = shape.kv_dtype or shape.dtype
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator).to(shape.dtype)
+
+    q = normal(sum(shape.q_lens), shape.kv_heads * shape.group, shape.head_dim)
+    size, heads, dim = shape.block_size, shape.kv_heads, shape.head_dim
+    shared = [normal(shape.shared_tokens, heads, dim).to(kv_dtype) for _ in range(2)]
+    in_order = [
+        [
+            torch.cat((shared[i], normal(seq_len, heads, dim).to(kv_dtype)))[:seq_len]
+            for seq_len in shape.seq_lens
+        ]
+        for i in range(2)
+    ]
+
+    blocks_of = [-(-seq_len // size) for seq_len in shape.seq_lens]
+    shared_blocks = shape.shared_tokens // size
+    num_blocks = sum(blocks_of) + 3
+    order = torch.arange(num_blocks) if shape.in_order else _shuffled(num_blocks, generator)
+    garbage = torch.tensor(GARBAGE, dtype=torch.int32)
+    max_blocks = max(blocks_of, default=0) + 2
+    picks = torch.randint(len(GARBAGE), (len(blocks_of), max_blocks), generator=generator)
+    block_table = garbage[picks]
+    k_cache, v_cache = _empty_caches(shape, num_blocks, kv_dtype)
+    used = 1
+    for row, count in enumerate(blocks_of):
+        block_table[row, :count] = order[used : used + count]
+        block_table[row, : min(count, shared_blocks)] = block_table[0, : min(count, shared_blocks)]
+        used += count
+        for cache, tokens in ((k_cache, in_order[0][row]), (v_cache, in_order[1][row])):
+            for i in range(count):
+                piece = tokens[i * size : (i + 1) * size]
+                cache[int(block_table[row, i]), : len(piece)] = piece
+    q_indptr = torch.tensor([0, *shape.q_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    scales = {"k_scale": 0.75, "v_scale": 1.5} if kv_dtype == FP8 else {}
+    seq_lens = torch.tensor(shape.seq_lens, dtype=torch.int32)
+    return Batch(
+        shape, q, k_cache, v_cache, block_table, seq_lens, q_indptr, *in_order, scales=scales
+    )
+
+
+def _shuffled(count: int, generator: torch.Generator) -> Tensor:
+    return torch.randperm(count, generator=generator)
+
+
+def _empty_caches(shape: Shape, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[num_blocks, block_size, Hkv, D] views of NaN in the layout asked for."""
+    inner = (shape.block_size, shape.kv_heads, shape.head_dim)
+    heads_first = shape.layout.endswith("hnd")
+    if heads_first:
+        inner = (inner[1], inner[0], inner[2])
+    outer = (num_blocks, 3, 2) if shape.layout.startswith("pool") else (2, num_blocks)
+    pool = torch.full((*outer, *inner), torch.nan).to(dtype)
+    k_cache, v_cache = (pool[:, 1, 0], pool[:, 1, 1]) if len(outer) == 3 else (pool[0], pool[1])
+    if heads_first:
+        return k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    return k_cache, v_cache
+
+
+def check_output(batch: Batch, out: Tensor, lse: Tensor | None) -> None:
+    """The error is at most twice that of dense torch in the same precision (FP8: four times)."""
+    shape = batch.shape
+    k_scale, v_scale = batch.scales.get("k_scale", 1.0), batch.scales.get("v_scale", 1.0)
+    options = {"causal": shape.causal, "window": shape.window, "softcap": shape.softcap}
+    scale = 1.0 / math.sqrt(shape.head_dim)
+    assert out.dtype == shape.dtype
+    error = lse_error = allowed = 0.0
+    bounds = batch.q_indptr.tolist()
+    for row, (k, v) in enumerate(zip(batch.keys, batch.values, strict=True)):
+        rows = slice(bounds[row], bounds[row + 1])
+        if rows.start == rows.stop:
+            continue
+        q = batch.q[rows]
+        want, want_lse = attention_float64(
+            q, k.double() * k_scale, v.double() * v_scale, scale=scale, **options
+        )
+        k, v = k.to(shape.dtype) * k_scale, v.to(shape.dtype) * v_scale
+        dense = attention_same_precision(q, k, v, scale=scale, **options)
+        error = max(error, (out[rows].double() - want).abs().max().item())
+        allowed = max(allowed, (dense.double() - want).abs().max().item())
+        assert torch.equal(out[rows].isfinite(), want.isfinite())
+        if lse is not None:
+            assert lse.dtype == torch.float32
+            unseen = want_lse == -torch.inf
+            assert torch.equal(lse[rows] == -torch.inf, unseen)
+            difference = (lse[rows].double() - want_lse).masked_fill(unseen, 0.0)
+            lse_error = max(lse_error, difference.abs().max().item())
+    factor = 4 if shape.kv_dtype == FP8 else 2
+    assert error <= factor * allowed + 1e-5
+    assert lse_error <= 2e-5
+
+
+@st.composite
+def shapes(draw: st.DrawFn, *, shared: bool = False) -> Shape:
+    """With ``shared``, all sequences begin with the same tokens, which end before any query."""
+    block_size = draw(st.integers(1, 64))
+    num_sequences = draw(st.integers(2 if shared else 1, 4))
+    shared_tokens = draw(st.integers(1, 80)) if shared else 0
+    lengths = []
+    for _ in range(num_sequences):
+        q_len = draw(st.integers(0, 33))
+        # Now and then more queries than tokens: the first queries then see nothing.
+        shortest = shared_tokens + q_len if shared else max(0, q_len - 3)
+        lengths.append((shortest + draw(st.integers(0, 90)), q_len))
+    dtype = draw(st.sampled_from((torch.float32, torch.float16, torch.bfloat16)))
+    kv_heads, group = draw(
+        st.sampled_from(((1, 1), (3, 1), (1, 4), (1, 17), (2, 2), (2, 5), (4, 2)))
+    )
+    return Shape(
+        lengths=tuple(lengths),
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=draw(st.sampled_from((16, 64, 80))),
+        block_size=block_size,
+        dtype=dtype,
+        kv_dtype=draw(st.sampled_from((None, None, None, FP8))),
+        layout=draw(st.sampled_from(("nhd", "hnd", "pool nhd", "pool hnd"))),
+        in_order=draw(st.booleans()),
+        shared_tokens=shared_tokens,
+        causal=draw(st.booleans()),
+        window=-1 if shared else draw(st.sampled_from((-1, -1, 0, 1, 5, 31, 64, 200))),
+        softcap=draw(st.sampled_from((0.0, 0.0, 1.0, 30.0))),
+        seed=draw(st.integers(0, 2**16)),
+    )
