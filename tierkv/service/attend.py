@@ -144,7 +144,8 @@ def compute(job: _Job) -> None:
         return_lse=True,
     )
     out.view(shape).copy_(result)
-    lse.view(rows, message.q_heads).copy_(result_lse)
+    if result_lse is not None:
+        lse.view(rows, message.q_heads).copy_(result_lse)
 
 
 def _layer_views(pool: Any, spec: KVSpec, layer: int, dtype: Any) -> tuple[Any, Any]:

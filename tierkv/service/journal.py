@@ -53,7 +53,7 @@ class Journal:
         """Apply records and put them into the turn's frame. Mutates the state."""
         self._state.apply(records)
         try:
-            self._writer.append(records.view(np.uint8))
+            self._writer.append(records.view(np.uint8).data)
         except (OSError, WalDead) as error:
             self._die(error)
             return

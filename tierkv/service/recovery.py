@@ -25,16 +25,16 @@ from tierkv.core.blocks import SEALED
 from tierkv.core.ids import I64, RAM_TIERS, Bool, Tier
 from tierkv.core.invariants import check_invariants
 from tierkv.core.records import RECORD, Kind, blank
-from tierkv.core.spec import slot_stride
-from tierkv.core.state import PoolShape, State
+from tierkv.core.state import State
 from tierkv.errors import CorruptionError, InvariantViolation
 from tierkv.service.process import boot_id, is_alive
 from tierkv.service.snapshot import index_changes, restore
 from tierkv.service.store import StateDirectory, StoreFormat, new_store
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.copy import check_entries
-from tierkv.tiers.disk import DiskTier, disk_slot_bytes
+from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.index import Index
+from tierkv.tiers.sizes import slot_bytes
 
 log = logging.getLogger(__name__)
 
@@ -87,13 +87,6 @@ def budgets_of(config: Config) -> dict[Tier, int]:
     }
 
 
-def slot_bytes(tier: Tier, shape: PoolShape) -> int:
-    """What one slot takes in a tier."""
-    if tier is Tier.DISK:
-        return disk_slot_bytes(shape.block_bytes, shape.block_tokens)
-    return slot_stride(shape.block_bytes)
-
-
 def recover(
     config: Config, directory: StateDirectory, progress: Callable[[str], None]
 ) -> Recovered:
@@ -136,14 +129,28 @@ def _recover_once(
         raise
 
 
-def _rebuild(
+@dataclass
+class Loaded:
+    """What index and log say, before anything is changed. ``reader`` was read to its end."""
+
+    state: State
+    specs: dict[int, bytes]
+    reader: WalReader
+    records: int
+
+
+def load(
     config: Config,
     directory: StateDirectory,
     stored: StoreFormat,
     index: Index,
-    report: RecoveryReport,
     progress: Callable[[str], None],
-) -> Recovered:
+) -> Loaded:
+    """Read the last checkpoint and replay the log behind it. Changes nothing on disk.
+
+    Raises CorruptionError, InvariantViolation, WalError if they contradict themselves or each
+    other, OSError if something cannot be read.
+    """
     progress("reading the index")
     contents = index.load()
     if contents.bad_rows:
@@ -158,14 +165,30 @@ def _rebuild(
     specs = restore(state, contents)
     after_lsn = int(contents.meta.get("checkpoint_lsn", 0))
     reader = WalReader(RealStorage(), str(directory.wal), stored.store_uuid, after_lsn)
+    records = 0
     for frame in reader.frames():
         state.apply(frame.records.view(RECORD).reshape(-1))
-        report.records += len(frame.records)
-        progress(f"replaying the log, {report.records} records")
+        records += len(frame.records)
+        progress(f"replaying the log, {records} records")
+    check_invariants(state)
+    return Loaded(state, specs, reader, records)
+
+
+def _rebuild(
+    config: Config,
+    directory: StateDirectory,
+    stored: StoreFormat,
+    index: Index,
+    report: RecoveryReport,
+    progress: Callable[[str], None],
+) -> Recovered:
+    loaded = load(config, directory, stored, index, progress)
+    state, reader = loaded.state, loaded.reader
+    report.records = loaded.records
     if reader.end.kind is not EndKind.CLEAN:
         report.wal_end = reader.end.kind.value
         log.warning("the log ends %s: %s", reader.end.kind.value, reader.end.reason)
-    check_invariants(state)
+    budgets = budgets_of(config)
     before = len(state.live_rows())
     arenas = _open_arenas(config, stored, state)
     _undo(state, budgets, arenas, report)
@@ -174,11 +197,12 @@ def _rebuild(
     check_invariants(state)
     report.blocks = len(state.live_rows())
     report.dropped_blocks = before - report.blocks
-    disk = _open_disk(config, stored, state)
+    disk = open_disk(config, stored, state)
     progress("writing the checkpoint")
-    state.epoch = max(state.epoch, reader.epoch, int(contents.meta.get("epoch", 0))) + 1
+    state.epoch = max(state.epoch, reader.epoch) + 1
     lsn = reader.resume_lsn
-    index.commit(index_changes(state, state.take_changes(), specs, {"checkpoint_lsn": lsn}))
+    meta = {"checkpoint_lsn": lsn}
+    index.commit(index_changes(state, state.take_changes(), loaded.specs, meta))
     segment_bytes = config.wal.segment_bytes
     if reader.end.kind is EndKind.CORRUPT:
         writer = reader.salvage(state.epoch, str(directory.quarantine), segment_bytes)
@@ -186,7 +210,7 @@ def _rebuild(
     else:
         writer = reader.writer(state.epoch, segment_bytes)
     writer.forget(lsn)
-    return Recovered(state, specs, index, writer, arenas, disk, lsn, report)
+    return Recovered(state, loaded.specs, index, writer, arenas, disk, lsn, report)
 
 
 def _open_format(config: Config, directory: StateDirectory) -> StoreFormat:
@@ -231,7 +255,7 @@ def _open_arenas(config: Config, stored: StoreFormat, state: State) -> dict[Tier
     return arenas
 
 
-def _open_disk(config: Config, stored: StoreFormat, state: State) -> DiskTier | None:
+def open_disk(config: Config, stored: StoreFormat, state: State) -> DiskTier | None:
     if not config.disk.bytes:
         return None
     disk = DiskTier(config.disk.dir, config.disk.bytes, stored.disk_segment_bytes, RealStorage())

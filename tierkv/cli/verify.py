@@ -1,0 +1,83 @@
+"""``tierkv verify``: checks a stopped daemon's store."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from tierkv.cli.exit_codes import Exit
+from tierkv.cli.options import config_options, load_config
+from tierkv.cli.render import print_json, print_table
+
+if TYPE_CHECKING:
+    from tierkv.config.schema import Config
+    from tierkv.service.verify import VerifyReport
+
+FINDINGS_SHOWN = 20
+
+
+@click.command()
+@config_options
+@click.option("--state-dir", metavar="PATH", help="The store; else that of the configuration.")
+@click.option("--deep", is_flag=True, help="Read all payloads too and compare their checksums.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def verify(
+    file: Path | None, overrides: Sequence[str], state_dir: str | None, deep: bool, as_json: bool
+) -> int:
+    """Check the log, the index and the blocks on disk of a stopped daemon. Changes nothing.
+
+    Exits with 0 if all is sound, 4 if there is damage.
+
+    \b
+    tierkv verify
+    tierkv verify --deep --state-dir /var/lib/tierkv
+    """
+    flags = {"--state-dir": state_dir} if state_dir else {}
+    config = load_config(file, overrides, flags).config
+    report = _run(config, deep, show_progress=sys.stderr.isatty() and not as_json)
+    if as_json:
+        print_json(msgspec.to_builtins(report))
+    else:
+        _print(report)
+    return Exit.DAMAGE_FOUND if report.findings else Exit.OK
+
+
+def _run(config: Config, deep: bool, *, show_progress: bool) -> VerifyReport:
+    check = import_module("tierkv.service.verify").verify
+    if not show_progress:
+        report: VerifyReport = check(config, deep=deep)
+        return report
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task("disk slots", total=None)
+        report = check(
+            config,
+            deep=deep,
+            progress=lambda done, total: bars.update(bar, completed=done, total=total),
+        )
+    return report
+
+
+def _print(report: VerifyReport) -> None:
+    print_table(
+        ("what", "found"),
+        [
+            ("blocks", f"{report.blocks:,}"),
+            ("sequences", f"{report.sequences:,}"),
+            ("log", f"{report.records:,} records behind the checkpoint, end {report.wal_end}"),
+            ("disk slots", f"{report.slots_checked:,} checked, {report.slots_damaged:,} damaged"),
+            ("verdict", f"{len(report.findings)} findings" if report.findings else "sound"),
+        ],
+    )
+    for finding in report.findings[:FINDINGS_SHOWN]:
+        click.echo(f"- {finding}")
+    if len(report.findings) > FINDINGS_SHOWN:
+        click.echo(f"- and {len(report.findings) - FINDINGS_SHOWN} more (--json lists all)")
