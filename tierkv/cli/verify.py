@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,21 +49,19 @@ def verify(
 
 
 def _run(config: Config, deep: bool, *, show_progress: bool) -> VerifyReport:
-    check = import_module("tierkv.service.verify").verify
+    check: Callable[..., VerifyReport] = import_module("tierkv.service.verify").verify
     if not show_progress:
-        report: VerifyReport = check(config, deep=deep)
-        return report
+        return check(config, deep=deep)
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bars:
         bar = bars.add_task("disk slots", total=None)
-        report = check(
-            config,
-            deep=deep,
-            progress=lambda done, total: bars.update(bar, completed=done, total=total),
-        )
-    return report
+
+        def progress(done: int, total: int) -> None:
+            bars.update(bar, completed=done, total=total)
+
+        return check(config, deep=deep, progress=progress)
 
 
 def _print(report: VerifyReport) -> None:

@@ -54,6 +54,9 @@ def _check_budgets(config: Config, space: Callable[[str], Space]) -> Iterator[Pr
             f"but {config.arena.dir} has {about_bytes(ram_total)}"
         )
         yield Problem("device.bytes", what, "lower them, or choose another arena.dir")
+    if config.wal.durability == "power" and not config.disk.bytes:
+        what = "is power, but without a disk tier no block survives power loss"
+        yield Problem("wal.durability", what, "give disk.bytes some space, or choose kill")
     if config.disk.bytes:
         disk_total = space(config.disk.dir).total
         if config.disk.bytes > disk_total:

@@ -102,7 +102,8 @@ class _Daemon:
     async def run(self) -> int:
         config = self._config
         self._handle_signals()
-        listening = _listening_socket(config)
+        inherited = inherited_socket(os.environ)
+        listening = inherited or _own_socket(config)
         directory = StateDirectory.open(Path(config.server.state_dir))
         exporter = Exporter(
             exposition=self._metrics.exposition,
@@ -119,6 +120,8 @@ class _Daemon:
         finally:
             await exporter.close()
             listening.close()
+            if inherited is None:
+                Path(config.server.socket).unlink(missing_ok=True)
             directory.close()
         self._lifecycle.enter(DaemonState.STOPPED)
         return self._exit_code
@@ -319,10 +322,7 @@ class _Daemon:
         self._stop.set()
 
 
-def _listening_socket(config: Config) -> socket.socket:
-    inherited = inherited_socket(os.environ)
-    if inherited is not None:
-        return inherited
+def _own_socket(config: Config) -> socket.socket:
     path = Path(config.server.socket)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

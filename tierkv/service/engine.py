@@ -232,12 +232,24 @@ class Engine:
             self._put_behind(rows, ids)
 
     def sealing(self, flow: Flow[T]) -> Flow[T]:
-        """A seal that, with durability "power", ends only when its blocks are on disk."""
+        """A seal that, with durability "power", ends only when its blocks are on disk.
+
+        Raises TierFailed if the disk did not take them: they are sealed and survive the daemon's
+        death, but not the machine's. The worker may ask again.
+        """
         result = yield from flow
         if self._durable_seal:
             sealed, self.planner.sealed = self.planner.sealed, []
+            placement, blocks = self.planner.placement, self.planner.state.blocks
             for rows, ids in sealed:
-                yield from self.planner.placement.clean_down(rows, ids)
+                yield from placement.clean_down(rows, ids)
+                alive = blocks.id[rows] == ids
+                if not blocks.has_copy(rows[alive], Tier.DISK).all():
+                    raise TierFailed(
+                        "the blocks are sealed but the disk tier did not take them; see the "
+                        "daemon's log for why",
+                        tier=Tier.DISK.label,
+                    )
         return result
 
     def write_all_behind(self) -> None:

