@@ -198,10 +198,31 @@ def test_a_segment_under_another_name_is_corruption(long):
 def test_segments_that_do_not_connect_are_corruption(long):
     path = long.segments()[2]
     data = long.content(path)
-    header = replace(unpack_segment_header(data[:HEADER]), first_lsn=200)
-    long.replace(path, header.pack() + data[HEADER:])
-    _, end = long.read()
-    assert (end.kind, end.lsn) == (EndKind.CORRUPT, 122)
+    for first_lsn, frames_left, lsn in ((200, 2, 122), (124, 2, 122), (122, 1, 61), (50, 1, 61)):
+        header = replace(unpack_segment_header(data[:HEADER]), first_lsn=first_lsn)
+        long.replace(path, header.pack() + data[HEADER:])
+        frames, end = long.read()
+        assert (end.kind, end.lsn, len(frames)) == (EndKind.CORRUPT, lsn, frames_left), first_lsn
+
+
+def test_a_log_that_begins_after_the_checkpoint_is_corruption(long):
+    long.storage.unlink(long.segments()[0])
+    assert long.read(after_lsn=61)[1].kind is EndKind.CLEAN
+    frames, end = long.read(after_lsn=60)
+    assert (frames, end.kind, end.lsn) == ([], EndKind.CORRUPT, 60)
+    assert end.reason == "the segment with lsn 61 is missing"
+
+
+def test_a_torn_tail_that_became_whole_after_the_next_writer_began_is_not_read(filled):
+    (path,) = filled.segments()
+    filled.flip(path, HEADER + SLOT * 12)
+    writer = filled.writer()
+    filled.flip(path, HEADER + SLOT * 12)
+    writer.append(b"x" * SLOT)
+    writer.write()
+    frames, end = filled.read()
+    assert [f.last_lsn for f in frames] == [3, 6, 9, 12, 14]
+    assert (end.kind, frames[-1].records.tobytes()) == (EndKind.CLEAN, b"x" * SLOT)
 
 
 def test_an_empty_directory_behind_a_checkpoint_is_corruption(log):
@@ -237,7 +258,7 @@ def test_a_corrupt_log_has_no_writer(filled):
 def test_salvage_moves_the_old_segments_and_starts_above_every_lsn(long, make_records):
     old = long.segments()
     long.flip(old[1], 8)  # its header
-    long.flip(old[3], HEADER)
+    long.flip(old[3], 8)
     reader = long.reader()
     assert len(list(reader.frames())) == 1
     assert reader.end.kind is EndKind.CORRUPT
