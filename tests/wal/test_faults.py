@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import replace
+from random import Random
 
 import pytest
 from tierkv_wal import EndKind, WalCorrupt, WalDead, WalMisuse
@@ -284,6 +285,35 @@ def test_salvage_keeps_what_the_quarantine_holds(log, make_records):
     name = f"{1:016x}.wal"
     assert log.storage.listdir("/store/quarantine") == [name, name + "~"]
     assert log.content(f"/store/quarantine/{name}") == b"damage 1"
+
+
+@pytest.mark.parametrize("mode", ["kill", "power"])
+def test_a_crash_within_salvage_leaves_a_log_that_follows_on_the_checkpoint(long, new_log, mode):
+    long.flip(long.segments()[1], HEADER)
+    reader = long.reader()
+    list(reader.frames())
+    resume_lsn = reader.resume_lsn
+    salvaged_without_crash = 0
+    for nth in range(1, 30):
+        log = new_log(long.storage.crash(Random(0), "kill"))
+        reader = log.reader()
+        list(reader.frames())
+        log.storage.inject(KeyboardInterrupt(), nth=nth)
+        try:
+            reader.salvage(2, "/store/quarantine", 8192)
+            salvaged_without_crash += 1
+        except KeyboardInterrupt:
+            pass
+        after = new_log(log.storage.crash(Random(nth), mode))
+        reader = after.reader(resume_lsn)
+        assert list(reader.frames()) == []
+        if reader.end.kind is EndKind.CORRUPT:  # the new segment was not there yet
+            reader.salvage(3, "/store/quarantine", 8192)
+            _, end = after.read(resume_lsn)
+            assert (end.kind, end.lsn) == (EndKind.CLEAN, resume_lsn)
+        else:
+            assert (reader.end.kind, reader.end.lsn) == (EndKind.CLEAN, resume_lsn)
+    assert 0 < salvaged_without_crash < 29
 
 
 def test_only_a_corrupt_log_is_salvaged(filled):

@@ -252,7 +252,7 @@ class WalReader:
         )
 
     def _closed_segments(self) -> list[ClosedSegment]:
-        """The old segments, each with the LSN from which on it is not needed."""
+        """The old segments, each with the checkpoint from which on it is not needed."""
         closed: list[ClosedSegment] = []
         last_lsn = self.end.lsn
         for segment in reversed(self._segments):
