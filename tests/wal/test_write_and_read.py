@@ -259,6 +259,8 @@ def test_a_prepared_spare_becomes_the_next_segment(log, make_records):
     writer.append(make_records(60))
     writer.append(make_records(60))
     assert "next.tmp" not in log.storage.listdir(log.directory)
+    writer.prepare_spare()
+    assert log.storage.size(f"{log.directory}/next.tmp") == 8192
     writer.write()
     frames, _ = log.read()
     assert [len(f.records) for f in frames] == [60, 60]

@@ -170,7 +170,7 @@ class WalReader:
         after_lsn = lsn if self._after_lsn is None else self._after_lsn
         for index in range(start, len(segments)):
             path = segments[index].path
-            fault = self._gap_before(index, lsn) if index > start else ""
+            fault = self._gap_before(index) if index > start else ""
             if fault:
                 self._end = End(EndKind.CORRUPT, lsn, path, 0, fault)
                 return
@@ -210,16 +210,12 @@ class WalReader:
         fault = first.fault or f"the segment with lsn {lsn + 1} is missing"
         return End(EndKind.CORRUPT, lsn, first.path, 0, fault)
 
-    def _gap_before(self, index: int, lsn: int) -> str:
-        """Why the segment does not follow on the one before it, which ended at ``lsn``."""
+    def _gap_before(self, index: int) -> str:
+        """Why the segment cannot follow on the one before it. (LSNs are compared by the scan.)"""
         before, segment = self._segments[index - 1 : index + 1]
-        if segment.header is None:
-            return segment.fault
-        if segment.seq != before.seq + 1:
+        if segment.header is not None and segment.seq != before.seq + 1:
             return f"segment number {before.seq + 1} is missing"
-        if segment.header.first_lsn != lsn + 1:
-            return f"the segment begins at lsn {segment.header.first_lsn} instead of {lsn + 1}"
-        return ""
+        return segment.fault
 
     def _open_scan(self, index: int) -> tuple[SegmentScan, bool]:
         """A scan of the whole segment, and whether its file is too short."""
@@ -230,10 +226,8 @@ class WalReader:
         finally:
             self._storage.close(fd)
         until_lsn = None
-        if index + 1 < len(self._segments):
-            following = self._segments[index + 1]
-            if following.header is not None and following.seq == segment.seq + 1:
-                until_lsn = following.header.first_lsn - 1
+        if index + 1 < len(self._segments) and not self._gap_before(index + 1):
+            until_lsn = self._header(index + 1).first_lsn - 1
         return SegmentScan(data, header, until_lsn), len(data) < header.segment_bytes
 
     # --- going on to write -----------------------------------------------------------------------
@@ -258,7 +252,7 @@ class WalReader:
         )
 
     def _closed_segments(self) -> list[ClosedSegment]:
-        """The old segments, each with the LSN from which on it is not needed."""
+        """The old segments, each with the checkpoint from which on it is not needed."""
         closed: list[ClosedSegment] = []
         last_lsn = self.end.lsn
         for segment in reversed(self._segments):
