@@ -59,6 +59,15 @@ def find_model() -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
+RANDOM = "random"
+"""Names the random stand-in where the path of a model file is expected."""
+
+
+def open_model(where: str) -> tuple[Llama, Tokenizer]:
+    """The model of a GGUF file, or the random one for ``RANDOM``. Raises as ``load`` does."""
+    return random_model(seed=0) if where == RANDOM else load(Path(where))
+
+
 def check_model(path: Path) -> str:
     """The file's sha256, in hex. Raises CorruptionError if the file is not the known one."""
     with path.open("rb") as file:

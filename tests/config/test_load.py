@@ -177,6 +177,10 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, make_environment: MakeEnviro
     [
         ({"device.bytes": "0"}, "device.bytes: 0 B leave no room for blocks"),
         ({"server.socket": "/" + "x" * 107}, "has 108 bytes, a socket's path at most 107"),
+        (
+            {"wal.durability": "power", "disk.bytes": "0"},
+            "wal.durability: is power, but without a disk tier",
+        ),
         ({"server.socket": "/run/metrics.sock"}, "metrics.socket: is server.socket as well"),
         ({"arena.dir": "/d", "disk.dir": "/d/"}, "arena.dir: is disk.dir as well"),
         ({"device.bytes": "128 GiB", "host.bytes": "1 GiB"}, "are 129 GiB together, but /dev/shm"),

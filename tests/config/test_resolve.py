@@ -89,6 +89,17 @@ def test_a_restart_counts_its_own_files_as_free(make_environment: MakeEnvironmen
     assert before == after
 
 
+def test_a_store_keeps_the_automatic_sizes_it_was_made_with(
+    make_environment: MakeEnvironment,
+) -> None:
+    sizes = {"device.bytes": 7 * MiB, "host.bytes": 0, "disk.bytes": 9 * MiB}
+    environment = make_environment()._replace(recorded=lambda _state_dir: sizes)
+    config = resolve(Config(), environment)
+    assert (config.device.bytes, config.host.bytes, config.disk.bytes) == tuple(sizes.values())
+    given = resolve(Config(device=Device(bytes=MiB)), environment)
+    assert given.device.bytes == MiB
+
+
 def test_budgets_given_are_kept(make_environment: MakeEnvironment) -> None:
     given = Config(device=Device(bytes=5), host=Host(bytes=0), disk=Disk(bytes=0))
     config = resolve(given, make_environment())

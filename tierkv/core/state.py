@@ -204,6 +204,8 @@ class State:
 
         Raises InvariantViolation if a record contradicts the state.
         """
+        if not len(records):
+            return
         kinds = records["type"]
         starts = np.flatnonzero(np.diff(kinds, prepend=kinds[:1] + 1))
         for start, stop in zip(starts, [*starts[1:], len(records)], strict=True):

@@ -121,7 +121,8 @@ class _Daemon:
             await exporter.close()
             listening.close()
             if inherited is None:
-                Path(config.server.socket).unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(config.server.socket)
             directory.close()
         self._lifecycle.enter(DaemonState.STOPPED)
         return self._exit_code

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from tierkv_wal import EndKind, RealStorage, WalError, WalReader, WalWriter
+from tierkv_wal import EndKind, RealStorage, WalError, WalReader, WalVersion, WalWriter
 
 from tierkv.config.schema import Config
 from tierkv.core.blocks import SEALED
@@ -26,7 +26,7 @@ from tierkv.core.ids import I64, RAM_TIERS, Bool, Tier
 from tierkv.core.invariants import check_invariants
 from tierkv.core.records import RECORD, Kind, blank
 from tierkv.core.state import State
-from tierkv.errors import CorruptionError, InvariantViolation
+from tierkv.errors import ConfigError, CorruptionError, InvariantViolation
 from tierkv.service.process import boot_id, is_alive
 from tierkv.service.snapshot import index_changes, restore
 from tierkv.service.store import StateDirectory, StoreFormat, new_store
@@ -100,6 +100,9 @@ def recover(
     stored = _open_format(config, directory)
     try:
         recovered = _recover_once(config, directory, stored, report, progress)
+    except WalVersion as error:
+        # Not damage: forgetting it would throw away what the newer version can read.
+        raise ConfigError(f"the log was written by a newer tierkv: {error}") from error
     except (CorruptionError, InvariantViolation, WalError) as error:
         log.error("the store contradicts itself, starting with an empty cache: %s", error)
         report = RecoveryReport(wal_end="set aside")
