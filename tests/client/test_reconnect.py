@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
 import tierkv
+from tests.client.fake_daemon import SLOTS
 from tests.client.test_sync import PROMPT, fill
 from tests.rpc.serving import WAIT_S
 from tierkv.errors import InvalidArgument, LeaseLost, Unavailable
@@ -85,7 +88,7 @@ def test_a_daemon_that_forgot_the_lease(daemon, client, ns):
     sequence, other = ns.begin([]), ns.begin([])
     fill(ns, sequence, PROMPT)
     daemon.restart(keep_leases=False)
-    for verb in (lambda: sequence.append([]), lambda: other.reserve(1), sequence.fork):
+    for verb in (lambda: sequence.append([1]), lambda: other.reserve(1), sequence.fork):
         with pytest.raises(LeaseLost, match="begin it again"):
             verb()
     with pytest.raises(LeaseLost):
@@ -97,6 +100,16 @@ def test_a_daemon_that_forgot_the_lease(daemon, client, ns):
     sequence.end()
     other.end()
     assert len(daemon.held()) == 1
+
+
+def test_reserved_slots_are_not_used_after_the_daemon_forgot_them(daemon, client, ns):
+    sequence = ns.begin([])
+    sequence.reserve(4)
+    asked = daemon.count(m.Reserve)
+    daemon.restart(keep_leases=False)
+    with pytest.raises(LeaseLost):
+        sequence.reserve(1)
+    assert daemon.count(m.Reserve) == asked
 
 
 def test_a_lease_ends_with_a_connection_that_breaks(daemon, client, ns):
@@ -122,7 +135,7 @@ CUTS = [
 def test_a_request_is_sent_again_when_the_daemon_dies_over_it(daemon, client, ns, verb, call, when):
     sequence, twin = ns.begin([]), ns.begin([])
     fill(ns, sequence, PROMPT[:6])
-    fill(ns, twin, PROMPT[6:] + [1])
+    fill(ns, twin, [*PROMPT[6:], 1])
     call(twin)
     getattr(daemon, f"cut_{when}").append(verb)
     call(sequence)
@@ -134,6 +147,17 @@ def test_a_request_is_sent_again_when_the_daemon_dies_over_it(daemon, client, ns
     assert len(held[0].slots) == len(held[1].slots)
     assert held[0].sealed == held[1].sealed
     assert held[0].suspended == held[1].suspended
+
+
+def test_a_daemon_killed_over_a_request_that_it_never_answers(daemon, client, ns):
+    sequence = ns.begin([])
+    daemon.silent.append(m.Reserve)
+    timer = threading.Timer(0.1, daemon.restart)
+    timer.start()
+    sequence.reserve(4)
+    timer.join()
+    assert daemon.count(m.Reserve) == 2
+    assert len(sequence.block_table) == 1
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -293,6 +317,26 @@ def test_closing_in_another_thread_ends_a_wait(daemon, spec):
     with pytest.raises(Unavailable, match="closed"):
         client.stat()
     timer.join()
+
+
+def test_a_killed_worker_holds_nothing_100_ms_later(daemon, spec):
+    script = (
+        "import sys, time, tierkv\n"
+        f"ns = tierkv.connect({str(daemon.path)!r}).namespace("
+        "tierkv.KVSpec(model='m', layers=1, kv_heads=1, head_dim=4))\n"
+        "sequence = ns.begin([1, 2, 3])\n"
+        "sequence.reserve(50)\n"
+        "print('holding', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as worker:
+        assert worker.stdout.readline() == b"holding\n"
+        assert len(daemon.held()) == 1
+        killed_at = time.perf_counter()
+        worker.kill()
+        daemon.serving.until(lambda: not daemon.leases)
+        assert time.perf_counter() - killed_at < 0.1
+    assert len(daemon.free) == SLOTS - 1
 
 
 def test_a_foreign_sequence_cannot_be_released(daemon, client, ns, spec):

@@ -300,6 +300,7 @@ def test_threads_share_a_client(daemon, client, ns):
     assert daemon.held() == {}
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 on
 def test_a_forked_process_is_told_to_connect_again(client, ns):
     sequence = ns.begin(PROMPT)
     read_end, write_end = os.pipe()

@@ -16,6 +16,7 @@ from tierkv.client.attach import (
     backoff_delays_s,
     connect_failure,
     default_socket_path,
+    hung_up,
     wire_error,
 )
 from tierkv.client.core import SENDS_MAX, Ask, ClientCore, Steps
@@ -25,7 +26,7 @@ from tierkv.client.tokens import TokenIds
 from tierkv.client.views import NamespaceViews, SequenceViews, Where
 from tierkv.core.spec import KVSpec
 from tierkv.errors import InvalidArgument, NotReady, ProtocolError, TierkvError, Unavailable
-from tierkv.rpc.messages import Failure, Reply, Request
+from tierkv.rpc.messages import Done, Failure, Reply, Request
 from tierkv.rpc.wire import FrameDecoder, decode_reply, encode, unknown_reply
 
 if TYPE_CHECKING:
@@ -223,14 +224,19 @@ class Link(asyncio.BufferedProtocol):
         self._last_id = 0
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
 
-    async def call(self, request: Request) -> Reply:
-        """Send, and wait for the answer.
+    async def call(self, request: Request | None) -> Reply:
+        """Send, and wait for the answer; without a request, only see whether the daemon is there.
 
         Raises ConnectionLost when the daemon has gone, and the daemon's typed error when it
         refuses. A cancelled call's reply is dropped when it comes.
         """
         if self._transport is None or not self.alive:
             raise ConnectionLost("the daemon closed the connection")
+        if request is None:
+            if hung_up(self._transport.get_extra_info("socket").fileno()):
+                self.close()
+                raise ConnectionLost("the daemon closed the connection")
+            return Done()
         request_id = self._last_id + 1
         frame = encode(request_id, request)
         self._last_id = request_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import select
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -157,6 +158,13 @@ def connect_failure(path: Path, error: OSError) -> Exception:
     if error.errno in (errno.EACCES, errno.EPERM):
         text += "; this user must belong to the socket's group"
     return Unavailable(text)
+
+
+def hung_up(fd: int) -> bool:
+    """True when the daemon has closed its end, even if nobody has read that far yet."""
+    poll = select.poll()
+    poll.register(fd, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def backoff_delays_s() -> Iterator[float]:

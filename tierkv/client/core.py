@@ -2,7 +2,8 @@
 
 A verb is a generator. It yields *asks* (functions that build a request from the state as it is
 now) and receives replies. The driver may ask twice: when the connection breaks, it attaches again
-and builds the request anew, for ids may have changed or the sequence may be lost by then.
+and builds the request anew, for ids may have changed or the sequence may be lost by then. An ask
+that builds no request is answered ``Done`` if the connection stands.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SENDS_MAX = 5
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
-Ask = Callable[[], Request]
+Ask = Callable[[], Request | None]
 Steps = Generator[Ask, Reply, T]
 
 

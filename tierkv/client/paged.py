@@ -90,10 +90,11 @@ class PagedPool:
             sequence.require_active()
             if sequence.namespace is not self._namespace:
                 raise InvalidArgument(f"sequence {sequence.number} is of another namespace")
-            if not 0 <= width <= len(sequence.table):
+            room = len(sequence.table) * block_tokens
+            if not 0 <= lens[row] <= room:
                 raise InvalidArgument(
-                    f"sequence {sequence.number} has room for "
-                    f"{len(sequence.table) * block_tokens} tokens, not {lens[row]}: reserve first"
+                    f"sequence {sequence.number} has room for {room} tokens, not {lens[row]}: "
+                    "reserve first"
                 )
             tables[row, :width] = sequence.table[:width]
         return torch.from_numpy(tables), torch.tensor(lens, dtype=torch.int32)

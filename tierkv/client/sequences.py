@@ -162,19 +162,25 @@ class SequenceCore:
     # --- verbs ------------------------------------------------------------------------------------
 
     def reserve(self, n_tokens: int) -> Steps[None]:
-        """Room for ``n_tokens`` beyond ``num_tokens``, this sequence's alone."""
+        """Room for ``n_tokens`` beyond ``num_tokens``, this sequence's alone.
+
+        Where there is room already it still makes sure that the daemon has not gone: another one
+        may have given the slots away.
+        """
         self.require_active()
         if n_tokens < 0:
             raise InvalidArgument(f"n_tokens is {n_tokens}; it must be at least 0")
         total = self.num_tokens + n_tokens
-        if total <= self.writable_end:
-            return
+        covered = total <= self.writable_end
 
-        def ask() -> Request:
+        def ask() -> Request | None:
             self.require_active()
-            return Reserve(self.number, self.num_tokens, total)
+            return None if covered else Reserve(self.number, self.num_tokens, total)
 
-        table = expect((yield ask), Table)
+        reply = yield ask
+        if covered:
+            return
+        table = expect(reply, Table)
         self.adopt(table.slots, table.sealed)
         writable_end = len(self.table) * self.block_tokens
         if writable_end < total:

@@ -18,6 +18,7 @@ from tierkv.client.attach import (
     backoff_delays_s,
     connect_failure,
     default_socket_path,
+    hung_up,
     wire_error,
 )
 from tierkv.client.core import SENDS_MAX, Ask, ClientCore, Steps
@@ -27,7 +28,7 @@ from tierkv.client.tokens import TokenIds
 from tierkv.client.views import NamespaceViews, SequenceViews, Where
 from tierkv.core.spec import KVSpec
 from tierkv.errors import InvalidArgument, NotReady, TierkvError, Unavailable
-from tierkv.rpc.messages import Failure, Reply, Request
+from tierkv.rpc.messages import Done, Failure, Reply, Request
 from tierkv.rpc.wire import FrameDecoder, decode_reply, encode, unknown_reply
 
 if TYPE_CHECKING:
@@ -213,12 +214,17 @@ class Link:
         self._last_id = 0
         self._abandoned: set[int] = set()
 
-    def call(self, request: Request, deadline: float) -> Reply:
-        """Send, and wait for the answer.
+    def call(self, request: Request | None, deadline: float) -> Reply:
+        """Send, and wait for the answer; without a request, only see whether the daemon is there.
 
         Raises ConnectionLost when the daemon has gone, Unavailable when the time is up, and the
         daemon's typed error when it refuses.
         """
+        if request is None:
+            if hung_up(self._sock.fileno()):
+                self.close()
+                raise ConnectionLost("the daemon closed the connection")
+            return Done()
         request_id = self._last_id + 1
         frame = encode(request_id, request)
         self._last_id = request_id
@@ -327,7 +333,9 @@ class Sequence(SequenceViews):
     def reserve(self, n_tokens: int) -> None:
         """Room for ``n_tokens`` beyond ``num_tokens``; asks the daemon only when there is none.
 
-        Raises PoolExhausted (nothing was changed) and LeaseLost.
+        Call it before every write, room or not: it notices that the daemon was restarted without
+        this sequence, whose slots may then be another's. Raises PoolExhausted (nothing was
+        changed) and LeaseLost.
         """
         self._client._run(self._core.reserve(n_tokens))
 
