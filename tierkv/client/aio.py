@@ -1,0 +1,429 @@
+"""The asyncio client: the same names as the blocking one; calls of several tasks are pipelined."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Generator, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+from tierkv.client.attach import (
+    ConnectionLost,
+    Opening,
+    backoff_delays_s,
+    connect_failure,
+    default_socket_path,
+    hung_up,
+    wire_error,
+)
+from tierkv.client.core import SENDS_MAX, Ask, ClientCore, Steps
+from tierkv.client.namespaces import NamespaceCore, open_namespace
+from tierkv.client.sequences import CachedPrefix, ExtraKeys, SequenceCore
+from tierkv.client.tokens import TokenIds
+from tierkv.client.views import NamespaceViews, SequenceViews, Where
+from tierkv.core.spec import KVSpec
+from tierkv.errors import InvalidArgument, NotReady, ProtocolError, TierkvError, Unavailable
+from tierkv.rpc.messages import Done, Failure, Reply, Request
+from tierkv.rpc.wire import FrameDecoder, decode_reply, encode, unknown_reply
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Items
+
+    import torch
+
+T = TypeVar("T")
+
+
+def connect(
+    socket_path: str | os.PathLike[str] | None = None,
+    *,
+    timeout_s: float = 5.0,
+    reconnect_s: float = 30.0,
+    name: str = "",
+) -> Connecting:
+    """Connect a worker: ``async with aio.connect() as cache``, or ``cache = await aio.connect()``.
+
+    Arguments and errors are those of ``tierkv.connect``.
+    """
+    path = default_socket_path() if socket_path is None else Path(socket_path)
+    return Connecting(Client(path, timeout_s=timeout_s, reconnect_s=reconnect_s, name=name))
+
+
+class Connecting:
+    """A client about to connect: await it, or enter it."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def __await__(self) -> Generator[Any, None, Client]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> Client:
+        return await self._open()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
+
+    async def _open(self) -> Client:
+        await self._client._open()
+        return self._client
+
+
+class Client:
+    """One worker's connection and lease, for the tasks of one event loop.
+
+    When the daemon goes away, the calls under way wait for it, take the lease up again and go on;
+    if that does not succeed in time they raise Unavailable, and the next call tries again.
+    """
+
+    def __init__(self, path: Path, *, timeout_s: float, reconnect_s: float, name: str) -> None:
+        self._path = path
+        self._timeout_s = timeout_s
+        self._reconnect_s = reconnect_s
+        self._core = ClientCore(name)
+        self._link: Link | None = None
+        self._attaching = asyncio.Lock()
+        self._scratch = asyncio.Lock()
+        self._closed = False
+        self._last_loss = "no attempt yet"
+
+    @property
+    def lease(self) -> int:
+        """The daemon's number for all that this client holds."""
+        return self._core.lease
+
+    @property
+    def epoch(self) -> int:
+        """Which incarnation of the daemon answered last; grows with its restarts."""
+        return self._core.epoch
+
+    async def namespace(self, spec: KVSpec) -> Namespace:
+        """Open a model shard's blocks. See the blocking client."""
+        return Namespace(self, await self._run(open_namespace(self._core, spec)))
+
+    async def release(self, sequences: Iterable[Sequence]) -> None:
+        """End many sequences in one request. Does not raise when the daemon is away."""
+        ending = self._core.end([sequence._core for sequence in sequences])
+        if ending and not self._closed and os.getpid() == self._core.pid:
+            await self._release_orphans()
+
+    async def stat(self) -> dict[str, Any]:
+        """The daemon's status document."""
+        return await self._run(self._core.stat())
+
+    async def flush(self, *, timeout_s: float = 600.0) -> None:
+        """Return when all that was sealed is on disk."""
+        await self._run(self._core.flush(), timeout_s)
+
+    async def close(self) -> None:
+        """End the lease, and with it all sequences. Never raises; calling it again does nothing."""
+        self._closed = True
+        if self._link is not None:
+            self._link.close()
+        self._core.end(list(self._core.sequences.values()))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # --- driving verbs ----------------------------------------------------------------------------
+
+    async def _run(self, steps: Steps[T], timeout_s: float | None = None) -> T:
+        """Run a verb to its end, attaching again as often as needed until the time is up."""
+        self._core.check_process()
+        limit_s = self._reconnect_s if timeout_s is None else timeout_s
+        return await self._bounded(_drive(steps, self._exchange), limit_s)
+
+    async def _open(self) -> None:
+        await self._bounded(self._attached(), self._timeout_s)
+
+    async def _bounded(self, work: Awaitable[T], limit_s: float) -> T:
+        try:
+            async with asyncio.timeout(limit_s):
+                return await work
+        except TimeoutError as error:
+            alive = self._link is not None and self._link.alive
+            why = "the daemon did not answer" if alive else self._last_loss
+            raise Unavailable(f"{self._path}: {why} (waited {limit_s:g} s)") from error
+
+    async def _release_orphans(self) -> None:
+        """Best effort: what is not released now is, with the lease or before the next begin."""
+        link = self._link
+        if link is None or not link.alive:
+            return
+        steps = self._core.release_orphans()
+        with suppress(TierkvError, ConnectionLost):
+            await self._bounded(_drive(steps, lambda ask: link.call(ask())), self._timeout_s)
+
+    async def _exchange(self, ask: Ask) -> Reply:
+        for _ in range(SENDS_MAX):
+            link = await self._attached()
+            try:
+                return await link.call(ask())
+            except ConnectionLost:
+                continue
+        raise Unavailable(f"the daemon was lost {SENDS_MAX} times over the same request")
+
+    async def _attached(self) -> Link:
+        if self._link is not None and self._link.alive:
+            return self._link
+        async with self._attaching:
+            for delay_s in backoff_delays_s():
+                if self._closed:
+                    raise Unavailable("this client is closed")
+                if self._link is not None and self._link.alive:
+                    return self._link
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        self._link = await self._attempt()
+                    continue
+                except (ConnectionLost, NotReady, TimeoutError) as error:
+                    self._last_loss = f"no daemon serves: {error}"
+                await asyncio.sleep(delay_s)
+        raise AssertionError("delays never end")
+
+    async def _attempt(self) -> Link:
+        loop = asyncio.get_running_loop()
+        opening = Opening()
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            await loop.sock_connect(sock, os.fspath(self._path))
+            while opening.greeting is None:
+                await _readable(sock)
+                opening.receive(sock)
+            arena, scratch = opening.memory(self._core.arena)
+            link = Link(opening.decoder)
+            await loop.create_unix_connection(lambda: link, sock=sock)
+        except BaseException as error:
+            opening.close()
+            sock.close()
+            if isinstance(error, OSError):
+                raise connect_failure(self._path, error) from error
+            raise
+        try:
+            await _drive(self._core.attach(arena, scratch), lambda ask: link.call(ask()))
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+
+class Link(asyncio.BufferedProtocol):
+    """One connection; replies find their requests by id. Frames are read as they come."""
+
+    def __init__(self, decoder: FrameDecoder) -> None:
+        self.alive = True
+        self._decoder = decoder
+        self._transport: asyncio.Transport | None = None
+        self._last_id = 0
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+
+    async def call(self, request: Request | None) -> Reply:
+        """Send, and wait for the answer; without a request, only see whether the daemon is there.
+
+        Raises ConnectionLost when the daemon has gone, and the daemon's typed error when it
+        refuses. A cancelled call's reply is dropped when it comes.
+        """
+        if self._transport is None or not self.alive:
+            raise ConnectionLost("the daemon closed the connection")
+        if request is None:
+            if hung_up(self._transport.get_extra_info("socket").fileno()):
+                self.close()
+                raise ConnectionLost("the daemon closed the connection")
+            return Done()
+        request_id = self._last_id + 1
+        frame = encode(request_id, request)
+        self._last_id = request_id
+        waiting: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[request_id] = waiting
+        self._transport.write(frame)
+        reply = await waiting
+        if isinstance(reply, Failure):
+            raise wire_error(reply)
+        return reply
+
+    def close(self) -> None:
+        """The daemon sees end-of-file."""
+        self._end(ConnectionLost("the client closed the connection"))
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- called by the event loop -----------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._decoder.writable()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._decoder.received(nbytes)
+        try:
+            while (frame := self._decoder.next()) is not None:
+                self._answer(frame.request_id, decode_reply(frame.payload))
+        except ProtocolError as error:
+            self._end(error)
+            self.close()
+
+    def eof_received(self) -> None:
+        self._end(ConnectionLost("the daemon closed the connection"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(ConnectionLost(str(exc or "the daemon closed the connection")))
+
+    def _answer(self, request_id: int, reply: Reply) -> None:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            if not waiting.done():
+                waiting.set_result(reply)
+        elif isinstance(reply, Failure):
+            self._end(wire_error(reply))
+            self.close()
+        else:
+            raise unknown_reply(request_id)
+
+    def _end(self, reason: Exception) -> None:
+        self.alive = False
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(reason)
+
+
+async def _readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(sock.fileno(), ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(sock.fileno())
+
+
+async def _drive(steps: Steps[T], exchange: Callable[[Ask], Awaitable[Reply]]) -> T:
+    """Run a verb: every ask it yields goes through ``exchange``, whose errors it gets too."""
+    try:
+        ask = next(steps)
+        while True:
+            try:
+                reply = await exchange(ask)
+            except Exception as error:
+                ask = steps.throw(error)
+            else:
+                ask = steps.send(reply)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    finally:
+        steps.close()
+
+
+class Sequence(SequenceViews):
+    """A worker's block table. Ends with its ``async with`` block, or with the client.
+
+    Calls on one sequence take turns.
+    """
+
+    def __init__(self, client: Client, core: SequenceCore) -> None:
+        super().__init__(core)
+        self._client = client
+        self._turn = asyncio.Lock()
+
+    async def reserve(self, n_tokens: int) -> None:
+        """Room for ``n_tokens`` beyond ``num_tokens``; asks the daemon only when there is none."""
+        async with self._turn:
+            await self._client._run(self._core.reserve(n_tokens))
+
+    async def append(self, token_ids: TokenIds) -> None:
+        """The K and V of these tokens lie in the slots: record them, seal the blocks they fill."""
+        async with self._turn:
+            await self._client._run(self._core.append(token_ids))
+
+    async def truncate(self, n_tokens: int) -> None:
+        """Keep the first ``n_tokens`` tokens. Reserve again before writing."""
+        async with self._turn:
+            await self._client._run(self._core.truncate(n_tokens))
+
+    async def fork(self) -> Sequence:
+        """A second sequence on the same blocks. Both must reserve again before they write."""
+        async with self._turn:
+            return Sequence(self._client, await self._client._run(self._core.fork()))
+
+    async def suspend(self) -> None:
+        """Let the blocks spill. The worker must not touch them until ``resume``."""
+        async with self._turn:
+            await self._client._run(self._core.suspend())
+
+    async def resume(self) -> None:
+        """Bring the blocks back; the block table is another one."""
+        async with self._turn:
+            await self._client._run(self._core.resume())
+
+    async def end(self) -> None:
+        """Release the sequence; full blocks stay cached. Never raises for a daemon that is away."""
+        await self._client.release([self])
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.end()
+
+
+class Namespace(NamespaceViews):
+    """One model shard's blocks: find prefixes, begin sequences, compute on the pool."""
+
+    def __init__(self, client: Client, core: NamespaceCore) -> None:
+        super().__init__(core)
+        self._client = client
+
+    async def lookup(
+        self, token_ids: TokenIds, *, keep: int = 0, extra_keys: ExtraKeys | None = None
+    ) -> CachedPrefix:
+        """How many leading tokens are cached, ``keep`` last ones left aside. Touches nothing."""
+        return await self._client._run(self._core.lookup(token_ids, keep, extra_keys))
+
+    async def begin(
+        self, token_ids: TokenIds, *, keep: int = 1, extra_keys: ExtraKeys | None = None
+    ) -> Sequence:
+        """A sequence on the longest cached prefix, pinned and in the device tier."""
+        core = await self._client._run(self._core.begin(token_ids, keep, extra_keys))
+        return Sequence(self._client, core)
+
+    async def attention(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        sequences: Iterable[SequenceViews],
+        *,
+        seq_lens: Items[int] | torch.Tensor | None = None,
+        q_indptr: Items[int] | torch.Tensor | None = None,
+        scale: float | None = None,
+        causal: bool = True,
+        window: int = -1,
+        softcap: float = 0.0,
+        where: Where = "worker",
+    ) -> torch.Tensor:
+        """Paged attention of ``q`` [T, q_heads, head_dim]; see the blocking client.
+
+        Computes in a thread here, or in the daemon.
+        """
+        from tierkv.client import paged
+
+        options = {"scale": scale or 0.0, "causal": causal, "window": window, "softcap": softcap}
+        plan = self._plan(layer, q, sequences, seq_lens, q_indptr, **options)
+        if where == "worker":
+            return await asyncio.to_thread(self._paged.attend, layer, q, plan)
+        if where != "daemon":
+            raise InvalidArgument(f"where is {where!r}; it must be worker or daemon")
+        out, out_bytes = paged.empty_like_query(q, self._paged.dtype)
+        q_bytes = paged.query_bytes(q, self._paged.dtype)
+        async with self._client._scratch:
+            await self._client._run(self._core.attend(plan, q_bytes, out_bytes))
+        return out.to(q.dtype)

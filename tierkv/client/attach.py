@@ -1,0 +1,175 @@
+"""Finding the daemon, and mapping the memory whose descriptors ride on its greeting."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import select
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tierkv.core.ids import U8
+from tierkv.errors import (
+    NotReady,
+    ProtocolError,
+    TierkvError,
+    Unavailable,
+    VersionMismatch,
+    error_from_wire,
+)
+from tierkv.rpc.messages import PROTOCOL_VERSION, Failure, Greeting
+from tierkv.rpc.wire import FrameDecoder, decode_opening
+
+SYSTEM_SOCKET = Path("/run/tierkv/tierkv.sock")
+GREETING_BYTES = 4096
+DESCRIPTORS = 2
+_MAY_PASS = (
+    errno.ENOENT,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EPIPE,
+    errno.EAGAIN,
+    errno.ETIMEDOUT,
+)
+
+
+class ConnectionLost(Exception):
+    """The daemon has gone, or is not there yet: worth another try. Never leaves the client."""
+
+
+def default_socket_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """TIERKV_SOCKET, or the user's own daemon, or the system's.
+
+    A session with XDG_RUNTIME_DIR but no socket there uses the system's daemon if there is one.
+    """
+    if configured := environ.get("TIERKV_SOCKET"):
+        return Path(configured)
+    if runtime := environ.get("XDG_RUNTIME_DIR"):
+        own = Path(runtime, "tierkv", "tierkv.sock")
+        if own.exists() or not SYSTEM_SOCKET.exists():
+            return own
+    return SYSTEM_SOCKET
+
+
+def map_shared(fd: int, size_bytes: int) -> U8:
+    """Shared, writable memory behind ``fd`` (u8 [size_bytes]); unmapped when no view is left.
+
+    Raises ProtocolError when the descriptor has less memory than the daemon says.
+    """
+    if size_bytes == 0:
+        return np.empty(0, np.uint8)
+    try:
+        mapping = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError) as error:
+        raise ProtocolError(f"cannot map {size_bytes} bytes of the daemon: {error}") from error
+    return np.frombuffer(mapping, np.uint8)
+
+
+@dataclass(eq=False)
+class Arena:
+    """The device arena as this process maps it. ``data`` is u8 [arena_bytes]."""
+
+    identity: bytes
+    data: U8
+
+
+@dataclass
+class Opening:
+    """Collects the daemon's first frame and its descriptors. Feed it until ``greeting`` is set.
+
+    The decoder goes on to serve the connection.
+    """
+
+    decoder: FrameDecoder = field(default_factory=FrameDecoder)
+    greeting: Greeting | None = None
+    fds: list[int] = field(default_factory=list)
+
+    def receive(self, sock: socket.socket) -> None:
+        """One receive on a socket that is blocking, or readable.
+
+        Raises ConnectionLost on end of file, NotReady(state) when the daemon does not serve, and
+        the daemon's own error when it refuses this worker.
+        """
+        data, fds, _, _ = socket.recv_fds(
+            sock, GREETING_BYTES, DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        self.fds += fds
+        if not data:
+            raise ConnectionLost("closed before its greeting")
+        self.decoder.writable()[: len(data)] = data
+        self.decoder.received(len(data))
+        frame = self.decoder.next()
+        if frame is None:
+            return
+        opening = decode_opening(frame.payload)
+        if isinstance(opening, Failure):
+            raise wire_error(opening)
+        if opening.version != PROTOCOL_VERSION:
+            raise VersionMismatch(
+                f"the daemon speaks protocol {opening.version}, this worker {PROTOCOL_VERSION}: "
+                "install the same tierkv on both sides",
+                ours=PROTOCOL_VERSION,
+                theirs=opening.version,
+            )
+        if opening.state != "serving":
+            raise NotReady(f"the daemon is {opening.state}", state=opening.state)
+        if len(self.fds) != DESCRIPTORS:
+            raise ProtocolError(
+                f"the greeting brought {len(self.fds)} of {DESCRIPTORS} descriptors: "
+                "raise the limit of open files (ulimit -n)"
+            )
+        self.greeting = opening
+
+    def memory(self, known: Arena | None) -> tuple[Arena, U8]:
+        """The arena (the ``known`` one if it is the same) and this connection's scratch memory."""
+        greeting = self.greeting
+        if greeting is None:
+            raise ProtocolError("no greeting yet")
+        try:
+            arena_fd, scratch_fd = self.fds
+            if known is None or known.identity != greeting.arena:
+                known = Arena(greeting.arena, map_shared(arena_fd, greeting.arena_bytes))
+            return known, map_shared(scratch_fd, greeting.scratch_bytes)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the descriptors; mappings made of them stay."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+
+def wire_error(failed: Failure) -> TierkvError:
+    """The typed error that a Failure stands for."""
+    return error_from_wire(failed.code, failed.message, failed.details)
+
+
+def connect_failure(path: Path, error: OSError) -> Exception:
+    """ConnectionLost if waiting may help (no daemon yet), else Unavailable."""
+    text = f"{path}: {error.strerror or error}"
+    if error.errno in _MAY_PASS or isinstance(error, TimeoutError):
+        return ConnectionLost(text)
+    if error.errno in (errno.EACCES, errno.EPERM):
+        text += "; this user must belong to the socket's group"
+    return Unavailable(text)
+
+
+def hung_up(fd: int) -> bool:
+    """True when the daemon has closed its end, even if nobody has read that far yet."""
+    poll = select.poll()
+    poll.register(fd, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def backoff_delays_s() -> Iterator[float]:
+    """Pauses between attempts to connect: short first, then four a second."""
+    delay_s = 0.01
+    while True:
+        yield delay_s
+        delay_s = min(2 * delay_s, 0.25)

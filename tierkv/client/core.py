@@ -1,0 +1,164 @@
+"""What a worker knows, and how it talks, without a socket: shared by the sync and asyncio clients.
+
+A verb is a generator. It yields *asks* (functions that build a request from the state as it is
+now) and receives replies. The driver may ask twice: when the connection breaks, it attaches again
+and builds the request anew, for ids may have changed or the sequence may be lost by then. An ask
+that builds no request is answered ``Done`` if the connection stands.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Generator, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from tierkv.client.attach import Arena
+from tierkv.core.ids import U8
+from tierkv.errors import InvalidArgument, ProtocolError
+from tierkv.rpc.messages import (
+    PROTOCOL_VERSION,
+    Done,
+    Flush,
+    Hello,
+    Message,
+    NamespaceOpened,
+    Release,
+    Reply,
+    Request,
+    SequenceState,
+    Stat,
+    Status,
+    Welcome,
+)
+
+if TYPE_CHECKING:
+    from tierkv.client.namespaces import NamespaceCore
+    from tierkv.client.sequences import SequenceCore
+
+SENDS_MAX = 5
+"""How often a request is sent when each time the daemon goes away over it: it may be the cause."""
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+
+Ask = Callable[[], Request | None]
+Steps = Generator[Ask, Reply, T]
+
+
+def expect(reply: Reply, kind: type[M]) -> M:
+    """The reply, if it is of the kind that the verb promises; else ProtocolError."""
+    if not isinstance(reply, kind):
+        raise ProtocolError(
+            f"the daemon answered {type(reply).__name__} where {kind.__name__} belongs",
+            reason="out_of_order",
+        )
+    return reply
+
+
+class ClientCore:
+    """One worker's lease: its namespaces and sequences, and what the daemon acknowledged of them.
+
+    ``orphans`` are numbers of sequences that the daemon may hold and nobody here uses.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.pid = os.getpid()
+        self.lease = 0
+        self.epoch = 0
+        self.arena: Arena | None = None
+        self.scratch: U8 = np.empty(0, np.uint8)
+        self.namespaces: dict[bytes, NamespaceCore] = {}
+        self.sequences: dict[int, SequenceCore] = {}
+        self.opening: set[int] = set()
+        self.orphans: set[int] = set()
+        self._token = b""
+        self._numbers = itertools.count(1)
+        self._lease_arena: Arena | None = None
+
+    def check_process(self) -> None:
+        """Raise InvalidArgument in a forked child: two processes cannot share one lease."""
+        if os.getpid() != self.pid:
+            raise InvalidArgument(
+                f"this client belongs to process {self.pid} and was forked into {os.getpid()}: "
+                "connect again in the new process"
+            )
+
+    def next_number(self) -> int:
+        """A name for a sequence, never used before under this client."""
+        return next(self._numbers)
+
+    # --- attaching --------------------------------------------------------------------------------
+
+    def attach(self, arena: Arena, scratch: U8) -> Steps[None]:
+        """Open a lease or take the old one up again; run on a new connection before all else.
+
+        Sequences that the daemon does not hold as acknowledged are lost; those it holds and
+        nobody here knows are released.
+        """
+        self.arena, self.scratch = arena, scratch
+        welcome = expect(
+            (yield lambda: Hello(PROTOCOL_VERSION, self.pid, self.name, self._token, self.epoch)),
+            Welcome,
+        )
+        resumed = welcome.resumed and arena is self._lease_arena
+        self.lease, self._token, self.epoch = welcome.lease, welcome.token, welcome.epoch
+        self._lease_arena = arena
+        if not resumed:
+            for sequence in self.sequences.values():
+                sequence.lose()
+            self.sequences.clear()
+            self.orphans.clear()
+        for namespace in list(self.namespaces.values()):
+            ask = namespace.ask_open
+            if namespace.adopt(expect((yield ask), NamespaceOpened)):
+                for sequence in self.sequences.values():
+                    if sequence.namespace is namespace:
+                        sequence.lose()
+        unknown = self._reconcile(welcome.sequences)
+        if unknown:
+            expect((yield lambda: Release(unknown)), Done)
+            self.orphans.difference_update(unknown)
+
+    def _reconcile(self, states: list[SequenceState]) -> list[int]:
+        """Adopt the daemon's view of every sequence; the numbers that nobody here uses."""
+        held = {state.sequence: state for state in states}
+        for number, sequence in list(self.sequences.items()):
+            state = held.get(number)
+            if state is None or not sequence.take_up(state):
+                sequence.lose()
+                del self.sequences[number]
+        return [n for n in held if n not in self.sequences and n not in self.opening]
+
+    # --- verbs ------------------------------------------------------------------------------------
+
+    def end(self, sequences: Iterable[SequenceCore]) -> list[SequenceCore]:
+        """Forget sequences here, at once and for good; those the daemon must still release."""
+        ending = []
+        for sequence in sequences:
+            if sequence.client is not self:
+                raise InvalidArgument(f"sequence {sequence.number} belongs to another client")
+            if not sequence.ended:
+                sequence.ended = True
+                if self.sequences.pop(sequence.number, None) is not None:
+                    self.orphans.add(sequence.number)
+                    ending.append(sequence)
+        return ending
+
+    def release_orphans(self) -> Steps[None]:
+        """Tell the daemon of all sequences that nobody here uses."""
+        released = sorted(self.orphans)
+        if released:
+            expect((yield lambda: Release(released)), Done)
+            self.orphans.difference_update(released)
+
+    def stat(self) -> Steps[dict[str, Any]]:
+        """The daemon's status document."""
+        return expect((yield Stat), Status).document
+
+    def flush(self) -> Steps[None]:
+        """Returns when all that was sealed is on disk."""
+        expect((yield Flush), Done)

@@ -1,0 +1,194 @@
+"""The mapped pool as torch tensors: views, scatter, block tables. The only module with torch."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Sequence as Items
+from typing import Any
+
+import numpy as np
+import torch
+
+from tierkv.client.namespaces import AttendPlan, NamespaceCore
+from tierkv.client.sequences import SequenceCore
+from tierkv.core.ids import U8
+from tierkv.errors import InvalidArgument
+
+_ONE_BYTE = (torch.uint8, torch.float8_e4m3fn)
+
+
+class PagedPool:
+    """Torch's view of a namespace's pool; made anew when the arena was mapped anew."""
+
+    def __init__(self, namespace: NamespaceCore) -> None:
+        self._namespace = namespace
+        self._pool: U8 | None = None
+        self._blocks = torch.empty(0)
+        self.dtype: torch.dtype = getattr(torch, namespace.spec.dtype)
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """All slots: [slots, layers, 2, block_tokens, kv_heads, head_dim], K before V.
+
+        Layout HND has heads before tokens. Shares memory with the daemon and all other workers.
+        """
+        pool = self._namespace.pool
+        if self._pool is not pool:
+            self._blocks = self._view(pool)
+            self._pool = pool
+        return self._blocks
+
+    def layer(self, layer: int) -> torch.Tensor:
+        """One layer's K and V: [slots, 2, block_tokens, kv_heads, head_dim] in both layouts."""
+        spec = self._namespace.spec
+        if not 0 <= layer < spec.layers:
+            raise InvalidArgument(f"layer is {layer}; the model has {spec.layers}")
+        view = self.blocks[:, layer]
+        return view.transpose(2, 3) if spec.layout == "HND" else view
+
+    def write(
+        self, layer: int, sequence: SequenceCore, first_token: int, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Scatter ``k`` and ``v``, each [n, kv_heads, head_dim], into the sequence's slots."""
+        spec = self._namespace.spec
+        shape = (len(k), spec.kv_heads, spec.head_dim)
+        if k.shape != shape or v.shape != shape:
+            raise InvalidArgument(
+                f"k is {list(k.shape)} and v {list(v.shape)}; both must be {list(shape)}"
+            )
+        if not len(k):
+            return
+        sequence.require_writable(first_token, len(k))
+        positions = torch.arange(first_token, first_token + len(k))
+        table = torch.tensor(sequence.table, dtype=torch.int64)
+        slots = table[positions // spec.block_tokens].unsqueeze(1)
+        rows = (positions % spec.block_tokens).unsqueeze(1)
+        pair = torch.tensor([[0, 1]])
+        values = torch.stack((k, v), 1).to(self.dtype)
+        target = self.layer(layer)
+        if self.dtype in _ONE_BYTE:
+            # torch scatters no float8 on the CPU; the bytes are the same.
+            target, values = target.view(torch.uint8), values.view(torch.uint8)
+        target.index_put_((slots, pair, rows), values)
+
+    def block_tables(
+        self, sequences: Items[SequenceCore], seq_lens: Items[int] | torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block tables (i32 [B, longest], padded with slot 0) and sequence lengths (i32 [B]).
+
+        ``seq_lens`` defaults to the tokens of each sequence. Raises InvalidArgument when one is
+        longer than its table.
+        """
+        lens = [s.num_tokens for s in sequences] if seq_lens is None else _integers(seq_lens)
+        if len(lens) != len(sequences):
+            raise InvalidArgument(f"{len(lens)} lengths for {len(sequences)} sequences")
+        block_tokens = self._namespace.spec.block_tokens
+        widths = [-(-length // block_tokens) for length in lens]
+        tables = np.zeros((len(lens), max(widths, default=0)), np.int32)
+        for row, (sequence, width) in enumerate(zip(sequences, widths, strict=True)):
+            sequence.require_active()
+            if sequence.namespace is not self._namespace:
+                raise InvalidArgument(f"sequence {sequence.number} is of another namespace")
+            room = len(sequence.table) * block_tokens
+            if not 0 <= lens[row] <= room:
+                raise InvalidArgument(
+                    f"sequence {sequence.number} has room for {room} tokens, not {lens[row]}: "
+                    "reserve first"
+                )
+            tables[row, :width] = sequence.table[:width]
+        return torch.from_numpy(tables), torch.tensor(lens, dtype=torch.int32)
+
+    def attend(self, layer: int, q: torch.Tensor, plan: AttendPlan) -> torch.Tensor:
+        """Paged attention in this process."""
+        pair = self.layer(layer)
+        tables, lens = self.block_tables(plan.sequences, plan.seq_lens.tolist())
+        kernels: Any = importlib.import_module("tierkv_kernels")
+        out, _ = kernels.paged_attention(
+            q,
+            pair[:, 0],
+            pair[:, 1],
+            tables,
+            lens,
+            q_indptr=torch.from_numpy(plan.q_indptr.astype(np.int32)),
+            scale=plan.scale or None,
+            causal=plan.causal,
+            window=plan.window,
+            softcap=plan.softcap,
+        )
+        result: torch.Tensor = out
+        return result
+
+    def plan(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        sequences: Items[SequenceCore],
+        seq_lens: Items[int] | torch.Tensor | None,
+        q_indptr: Items[int] | torch.Tensor | None,
+        **options: Any,
+    ) -> AttendPlan:
+        """Check an attention's arguments; query rows default to one per sequence, or all to one.
+
+        Raises InvalidArgument.
+        """
+        spec = self._namespace.spec
+        if q.ndim != 3 or q.shape[2] != spec.head_dim or q.shape[1] % spec.kv_heads:
+            raise InvalidArgument(
+                f"q is {list(q.shape)}; it must be [tokens, a multiple of {spec.kv_heads} heads, "
+                f"{spec.head_dim}]"
+            )
+        if q_indptr is not None:
+            rows = _integers(q_indptr)
+        elif len(sequences) == len(q):
+            rows = list(range(len(q) + 1))
+        elif len(sequences) == 1:
+            rows = [0, len(q)]
+        else:
+            raise InvalidArgument(
+                f"{len(q)} query rows for {len(sequences)} sequences: pass q_indptr"
+            )
+        if len(rows) != len(sequences) + 1 or rows[0] != 0 or rows[-1] != len(q):
+            raise InvalidArgument(
+                f"q_indptr is {rows}; it must run from 0 to {len(q)} in {len(sequences)} steps"
+            )
+        if any(later < earlier for earlier, later in itertools.pairwise(rows)):
+            raise InvalidArgument(f"q_indptr is {rows}; it must not fall")
+        _, lens = self.block_tables(sequences, seq_lens)
+        return AttendPlan(
+            layer,
+            list(sequences),
+            lens.numpy().astype(np.uint32),
+            np.array(rows, np.uint32),
+            q.shape[1],
+            **options,
+        )
+
+    def _view(self, pool: U8) -> torch.Tensor:
+        spec = self._namespace.spec
+        slots, stride = pool.shape
+        inner = [spec.block_tokens, spec.kv_heads]
+        if spec.layout == "HND":
+            inner.reverse()
+        shape = [spec.layers, 2, *inner, spec.head_dim]
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.insert(0, strides[0] * size)
+        flat = torch.from_numpy(pool.reshape(-1)).view(self.dtype)
+        return flat.as_strided([slots, *shape], [stride // self.dtype.itemsize, *strides])
+
+
+def query_bytes(q: torch.Tensor, dtype: torch.dtype) -> U8:
+    """The bytes of ``q`` as ``dtype`` (u8 [n]); they may be ``q``'s own."""
+    found: U8 = q.detach().to(dtype).contiguous().view(-1).view(torch.uint8).numpy()
+    return found
+
+
+def empty_like_query(q: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, U8]:
+    """A tensor of ``q``'s shape, and its bytes to fill."""
+    out = torch.empty(q.shape, dtype=dtype)
+    return out, out.view(-1).view(torch.uint8).numpy()
+
+
+def _integers(values: Items[int] | torch.Tensor) -> list[int]:
+    return [int(value) for value in (values.tolist() if hasattr(values, "tolist") else values)]

@@ -1,0 +1,328 @@
+"""A sequence as the worker holds it: its tokens, its block table, and what may be written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tierkv.client.core import Steps, expect
+from tierkv.client.tokens import TokenIds, token_array
+from tierkv.core.ids import U8, U32, U64
+from tierkv.core.prefix import HASH_BYTES, chain_hashes
+from tierkv.errors import InvalidArgument, LeaseLost, ProtocolError
+from tierkv.rpc.messages import (
+    Done,
+    Fork,
+    Request,
+    Reserve,
+    Resume,
+    Seal,
+    SequenceState,
+    Suspend,
+    Table,
+    Truncate,
+)
+
+if TYPE_CHECKING:
+    from tierkv.client.namespaces import NamespaceCore
+
+I32 = npt.NDArray[np.int32]
+TOKENS_MIN = 256
+
+ExtraKeys = Items[bytes | None]
+"""Per block, from the first: bytes that make it another block (an image's hash), or None."""
+
+
+class CachedPrefix(NamedTuple):
+    """How much of a prompt is cached: ``tokens`` in all, and blocks by their fastest tier."""
+
+    tokens: int
+    device: int
+    host: int
+    disk: int
+
+
+class SequenceCore:
+    """``num_tokens`` tokens whose KV lies in the slots of ``table`` (i32 [blocks], in order).
+
+    ``sealed`` leading blocks have their names and may be shared: nobody writes into them.
+    ``writable_end`` is the token up to which the last reservation allows writing.
+    """
+
+    def __init__(self, namespace: NamespaceCore, number: int) -> None:
+        self.namespace = namespace
+        self.client = namespace.client
+        self.number = number
+        self.num_tokens = 0
+        self.sealed = 0
+        self.writable_end = 0
+        self.table: I32 = np.empty(0, np.int32)
+        self.cached = CachedPrefix(0, 0, 0, 0)
+        self.suspended = False
+        self.lost = False
+        self.ended = False
+        self._tokens: U32 = np.empty(TOKENS_MIN, np.uint32)
+        self._hashes = bytearray()
+        self._extras: U64 = np.empty(0, np.uint64)
+
+    @classmethod
+    def begun(
+        cls,
+        namespace: NamespaceCore,
+        number: int,
+        table: Table,
+        tokens: U32,
+        hashes: U8,
+        extras: U64,
+    ) -> SequenceCore:
+        """The sequence that an ``acquire`` made of the offered ``tokens``."""
+        self = cls(namespace, number)
+        blocks = len(table.slots) // 4
+        if blocks > len(hashes):
+            raise ProtocolError(f"{len(hashes)} blocks offered, {blocks} acquired")
+        self._extras = extras
+        self._hashes += hashes[:blocks].tobytes()
+        self._record(tokens[: blocks * self.block_tokens])
+        self.adopt(table.slots, table.sealed)
+        self.cached = CachedPrefix(self.num_tokens, table.device, table.host, table.disk)
+        return self
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per block."""
+        return self.namespace.spec.block_tokens
+
+    @property
+    def tokens(self) -> U32:
+        """The ids so far (u32 [num_tokens], read-only); a snapshot that never changes."""
+        view = self._tokens[: self.num_tokens]
+        view.flags.writeable = False
+        return view
+
+    def require_alive(self) -> None:
+        """Raise LeaseLost or InvalidArgument if the sequence is gone."""
+        if self.lost:
+            raise LeaseLost(
+                f"the daemon no longer holds sequence {self.number}: begin it again with its tokens"
+            )
+        if self.ended:
+            raise InvalidArgument(f"sequence {self.number} has ended")
+
+    def require_active(self) -> None:
+        """The same, and InvalidArgument if it is suspended."""
+        self.require_alive()
+        if self.suspended:
+            raise InvalidArgument(f"sequence {self.number} is suspended: call resume() first")
+
+    def require_writable(self, first_token: int, count: int) -> None:
+        """Raise InvalidArgument unless these tokens' places are this sequence's alone."""
+        self.require_active()
+        begin, end = self.sealed * self.block_tokens, self.writable_end
+        if first_token < begin or first_token + count > end:
+            raise InvalidArgument(
+                f"tokens {first_token} to {first_token + count - 1} of sequence {self.number} may "
+                f"not be written, only {begin} to {end - 1}: call reserve() first, and again after "
+                "fork() or truncate()"
+            )
+
+    # --- what the daemon says ---------------------------------------------------------------------
+
+    def adopt(self, slots: bytes, sealed: int, *, suspended: bool = False) -> None:
+        """Take the daemon's block table. A suspended one's slots mean nothing."""
+        table = np.frombuffer(slots, "<u4")
+        if not suspended and table.size and int(table.max()) >= len(self.namespace.pool):
+            raise ProtocolError(
+                f"slot {int(table.max())} in a pool of {len(self.namespace.pool)} slots"
+            )
+        self.table = table.astype(np.int32)
+        self.table.flags.writeable = False
+        self.sealed = min(sealed, self.num_tokens // self.block_tokens)
+        self.suspended = suspended
+
+    def take_up(self, state: SequenceState) -> bool:
+        """Adopt what a daemon that came back holds; False if that is less than it acknowledged."""
+        if (
+            self.lost
+            or state.namespace != self.namespace.id
+            or len(state.slots) // 4 < len(self.table)
+            or state.sealed < self.sealed
+        ):
+            return False
+        self.adopt(state.slots, state.sealed, suspended=state.suspended)
+        return True
+
+    def lose(self) -> None:
+        """The daemon does not hold it any more: every later verb raises LeaseLost."""
+        self.lost = True
+
+    # --- verbs ------------------------------------------------------------------------------------
+
+    def reserve(self, n_tokens: int) -> Steps[None]:
+        """Room for ``n_tokens`` beyond ``num_tokens``, this sequence's alone.
+
+        Where there is room already it still makes sure that the daemon has not gone: another one
+        may have given the slots away.
+        """
+        self.require_active()
+        if n_tokens < 0:
+            raise InvalidArgument(f"n_tokens is {n_tokens}; it must be at least 0")
+        total = self.num_tokens + n_tokens
+        covered = total <= self.writable_end
+
+        def ask() -> Request | None:
+            self.require_active()
+            return None if covered else Reserve(self.number, self.num_tokens, total)
+
+        reply = yield ask
+        if covered:
+            return
+        table = expect(reply, Table)
+        self.adopt(table.slots, table.sealed)
+        writable_end = len(self.table) * self.block_tokens
+        if writable_end < total:
+            raise ProtocolError(f"room for {total} tokens asked, {writable_end} given")
+        self.writable_end = writable_end
+
+    def append(self, token_ids: TokenIds) -> Steps[None]:
+        """The KV of these tokens has been written: record them, seal the blocks they fill."""
+        ids = token_array(token_ids, self.namespace.spec.vocab_size)
+        self.require_active()
+        if len(ids):
+            self.require_writable(self.num_tokens, len(ids))
+            self._record(ids)
+        full = self.num_tokens // self.block_tokens
+        if full > self.sealed:
+            yield from self._seal(self.sealed, full)
+
+    def _seal(self, first: int, full: int) -> Steps[None]:
+        del self._hashes[first * HASH_BYTES :]
+        before = bytes(self._hashes[-HASH_BYTES:]) or self.namespace.digest
+        tokens = self._tokens[first * self.block_tokens : full * self.block_tokens]
+        extras = extras_of(self._extras, first, full - first)
+        hashes = chain_hashes(before, tokens, self.block_tokens, extras).tobytes()
+        self._hashes += hashes
+        message = Seal(
+            self.number,
+            first,
+            hashes,
+            tokens.tobytes(),
+            self._checksums(self.table[first:full]),
+            extras_blob(self._extras, first, full - first),
+        )
+
+        def ask() -> Request:
+            self.require_active()
+            return message
+
+        table = expect((yield ask), Table)
+        self.adopt(table.slots, table.sealed)
+
+    def _checksums(self, slots: I32) -> bytes:
+        pool, block_bytes = self.namespace.pool, self.namespace.spec.block_bytes
+        digest = xxhash.xxh3_128_digest
+        return b"".join([digest(pool[slot, :block_bytes].data) for slot in slots.tolist()])
+
+    def truncate(self, n_tokens: int) -> Steps[None]:
+        """Keep the first ``n_tokens`` tokens."""
+        self.require_active()
+        if not 0 <= n_tokens <= self.num_tokens:
+            raise InvalidArgument(
+                f"n_tokens is {n_tokens}; sequence {self.number} has {self.num_tokens}"
+            )
+        # First here, then there: a daemon that cut already and died must not seem to have lost
+        # blocks, and one that never hears of it only holds more than it needs.
+        blocks = -(-n_tokens // self.block_tokens)
+        self._tokens = self._tokens[: max(n_tokens, TOKENS_MIN)].copy()
+        self.num_tokens = n_tokens
+        self.writable_end = 0
+        self.sealed = min(self.sealed, n_tokens // self.block_tokens)
+        del self._hashes[n_tokens // self.block_tokens * HASH_BYTES :]
+        self.table = self.table[:blocks]
+
+        def ask() -> Request:
+            self.require_active()
+            return Truncate(self.number, n_tokens)
+
+        table = expect((yield ask), Table)
+        self.adopt(table.slots, table.sealed)
+
+    def fork(self) -> Steps[SequenceCore]:
+        """A new sequence with the same tokens; both must reserve before they write again."""
+        self.require_active()
+        number = self.client.next_number()
+        self.writable_end = 0
+        self.client.opening.add(number)
+
+        def ask() -> Request:
+            self.require_active()
+            return Fork(self.number, number, self.num_tokens)
+
+        try:
+            table = expect((yield ask), Table)
+            child = SequenceCore(self.namespace, number)
+            child._tokens = self._tokens[: max(self.num_tokens, TOKENS_MIN)].copy()
+            child.num_tokens = self.num_tokens
+            child._hashes += self._hashes[: self.sealed * HASH_BYTES]
+            child._extras = self._extras
+            child.cached = self.cached
+            child.adopt(table.slots, table.sealed)
+        except BaseException:
+            self.client.orphans.add(number)
+            raise
+        finally:
+            self.client.opening.discard(number)
+        self.client.sequences[number] = child
+        return child
+
+    def suspend(self) -> Steps[None]:
+        """Let the blocks spill; the slots mean nothing until ``resume``."""
+        self.require_alive()
+        if self.suspended:
+            return
+
+        def ask() -> Request:
+            self.require_alive()
+            return Suspend(self.number)
+
+        expect((yield ask), Done)
+        self.suspended = True
+
+    def resume(self) -> Steps[None]:
+        """Bring the blocks back to the device tier, maybe into other slots."""
+        self.require_alive()
+        if not self.suspended:
+            return
+
+        def ask() -> Request:
+            self.require_alive()
+            return Resume(self.number)
+
+        table = expect((yield ask), Table)
+        self.adopt(table.slots, table.sealed)
+
+    def _record(self, ids: U32) -> None:
+        needed = self.num_tokens + len(ids)
+        if needed > len(self._tokens):
+            grown = np.empty(max(needed, 2 * len(self._tokens)), np.uint32)
+            grown[: self.num_tokens] = self._tokens[: self.num_tokens]
+            self._tokens = grown
+        self._tokens[self.num_tokens : needed] = ids
+        self.num_tokens = needed
+
+
+def extras_of(extras: U64, first: int, blocks: int) -> U64:
+    """The digests of ``blocks`` blocks from ``first`` on; 0 past the end (u64 [blocks])."""
+    found = np.zeros(blocks, np.uint64)
+    known = extras[first : first + blocks]
+    found[: len(known)] = known
+    return found
+
+
+def extras_blob(extras: U64, first: int, blocks: int) -> bytes:
+    """The same as it travels: empty when none of the blocks has extra keys."""
+    found = extras_of(extras, first, blocks)
+    return found.tobytes() if found.any() else b""

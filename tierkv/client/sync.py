@@ -1,0 +1,434 @@
+"""The blocking client: for engines that call from threads of their own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from tierkv.client.attach import (
+    ConnectionLost,
+    Opening,
+    backoff_delays_s,
+    connect_failure,
+    default_socket_path,
+    hung_up,
+    wire_error,
+)
+from tierkv.client.core import SENDS_MAX, Ask, ClientCore, Steps
+from tierkv.client.namespaces import NamespaceCore, open_namespace
+from tierkv.client.sequences import CachedPrefix, ExtraKeys, SequenceCore
+from tierkv.client.tokens import TokenIds
+from tierkv.client.views import NamespaceViews, SequenceViews, Where
+from tierkv.core.spec import KVSpec
+from tierkv.errors import InvalidArgument, NotReady, TierkvError, Unavailable
+from tierkv.rpc.messages import Done, Failure, Reply, Request
+from tierkv.rpc.wire import FrameDecoder, decode_reply, encode, unknown_reply
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Items
+
+    import torch
+
+T = TypeVar("T")
+
+TICK_S = 0.2
+"""How often a wait looks at its deadline. A socket timeout in Python costs a second system call
+per receive; the kernel's own costs none, but is set once."""
+
+
+def connect(
+    socket_path: str | os.PathLike[str] | None = None,
+    *,
+    timeout_s: float = 5.0,
+    reconnect_s: float = 30.0,
+    name: str = "",
+) -> Client:
+    """Connect a worker to the daemon; use as a context manager.
+
+    ``socket_path`` defaults to TIERKV_SOCKET, the user's own daemon, or the system's.
+    ``timeout_s`` bounds this call and each later attempt to connect; ``reconnect_s`` is the
+    longest any later call takes, waiting for a daemon that restarts included. ``name`` shows in
+    the daemon's status.
+
+    Raises Unavailable when no daemon serves in time, VersionMismatch, NotOwner, LimitExceeded.
+    """
+    path = default_socket_path() if socket_path is None else Path(socket_path)
+    client = Client(path, timeout_s=timeout_s, reconnect_s=reconnect_s, name=name)
+    client._open()
+    return client
+
+
+class Client:
+    """One worker's connection and lease. Threads may share it: a lock orders their calls.
+
+    When the daemon goes away, the next call waits for it, takes the lease up again and goes on;
+    if that does not succeed in time it raises Unavailable, and the call after it tries again.
+    """
+
+    def __init__(self, path: Path, *, timeout_s: float, reconnect_s: float, name: str) -> None:
+        self._path = path
+        self._timeout_s = timeout_s
+        self._reconnect_s = reconnect_s
+        self._core = ClientCore(name)
+        self._lock = threading.Lock()
+        self._link: Link | None = None
+        self._closed = False
+
+    @property
+    def lease(self) -> int:
+        """The daemon's number for all that this client holds."""
+        return self._core.lease
+
+    @property
+    def epoch(self) -> int:
+        """Which incarnation of the daemon answered last; grows with its restarts."""
+        return self._core.epoch
+
+    def namespace(self, spec: KVSpec) -> Namespace:
+        """Open a model shard's blocks.
+
+        Raises InvalidArgument for an impossible spec, NamespaceMismatch if the daemon disagrees.
+        """
+        return Namespace(self, self._run(open_namespace(self._core, spec)))
+
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        """End many sequences in one request. Does not raise when the daemon is away."""
+        ending = self._core.end([sequence._core for sequence in sequences])
+        if ending and not self._closed and os.getpid() == self._core.pid:
+            self._release_orphans()
+
+    def stat(self) -> dict[str, Any]:
+        """The daemon's status document."""
+        return self._run(self._core.stat())
+
+    def flush(self, *, timeout_s: float = 600.0) -> None:
+        """Return when all that was sealed is on disk."""
+        self._run(self._core.flush(), timeout_s)
+
+    def close(self) -> None:
+        """End the lease, and with it all sequences. Never raises; calling it again does nothing."""
+        self._closed = True
+        if self._link is not None:
+            self._link.close()
+        self._core.end(list(self._core.sequences.values()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- driving verbs ----------------------------------------------------------------------------
+
+    def _run(self, steps: Steps[T], timeout_s: float | None = None) -> T:
+        """Run a verb to its end, attaching again as often as needed until the time is up."""
+        self._core.check_process()
+        deadline = time.monotonic() + (self._reconnect_s if timeout_s is None else timeout_s)
+        with self._turn(deadline):
+            return _drive(steps, lambda ask: self._exchange(ask, deadline))
+
+    def _open(self) -> None:
+        self._attach(time.monotonic() + self._timeout_s)
+
+    def _release_orphans(self) -> None:
+        """Best effort: what is not released now is, with the lease or before the next begin."""
+        deadline = time.monotonic() + self._timeout_s
+        with suppress(TierkvError, ConnectionLost), self._turn(deadline):
+            link = self._link
+            if link is not None and link.alive:
+                _drive(self._core.release_orphans(), lambda ask: link.call(ask(), deadline))
+
+    @contextmanager
+    def _turn(self, deadline: float) -> Iterator[None]:
+        if not self._lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
+            raise Unavailable(f"{self._path}: another thread's call still waits for the daemon")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _exchange(self, ask: Ask, deadline: float) -> Reply:
+        for _ in range(SENDS_MAX):
+            link = self._link
+            if link is None or not link.alive:
+                link = self._attach(deadline)
+            try:
+                return link.call(ask(), deadline)
+            except ConnectionLost:
+                continue
+        raise Unavailable(f"the daemon was lost {SENDS_MAX} times over the same request")
+
+    def _attach(self, deadline: float) -> Link:
+        for delay_s in backoff_delays_s():
+            if self._closed:
+                raise Unavailable("this client is closed")
+            attempt_deadline = min(deadline, time.monotonic() + self._timeout_s)
+            try:
+                self._link = self._attempt(attempt_deadline)
+                return self._link
+            except (ConnectionLost, NotReady) as error:
+                if time.monotonic() + delay_s >= deadline:
+                    raise Unavailable(f"no daemon serves on {self._path}: {error}") from error
+            time.sleep(delay_s)
+        raise AssertionError("delays never end")
+
+    def _attempt(self, deadline: float) -> Link:
+        opening = Opening()
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            sock.connect(os.fspath(self._path))
+            while opening.greeting is None:
+                sock.settimeout(max(deadline - time.monotonic(), 0.001))
+                opening.receive(sock)
+            arena, scratch = opening.memory(self._core.arena)
+            link = Link(sock, opening.decoder)
+            _drive(self._core.attach(arena, scratch), lambda ask: link.call(ask(), deadline))
+            return link
+        except BaseException as error:
+            opening.close()
+            sock.close()
+            if isinstance(error, OSError):
+                raise connect_failure(self._path, error) from error
+            raise
+
+
+class Link:
+    """One connection that sends a request and waits for its reply."""
+
+    def __init__(self, sock: socket.socket, decoder: FrameDecoder) -> None:
+        sock.setblocking(True)
+        tick = struct.pack("ll", 0, int(TICK_S * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
+        self.alive = True
+        self._sock = sock
+        self._decoder = decoder
+        self._last_id = 0
+        self._abandoned: set[int] = set()
+
+    def call(self, request: Request | None, deadline: float) -> Reply:
+        """Send, and wait for the answer; without a request, only see whether the daemon is there.
+
+        Raises ConnectionLost when the daemon has gone, Unavailable when the time is up, and the
+        daemon's typed error when it refuses.
+        """
+        if request is None:
+            if hung_up(self._sock.fileno()):
+                self.close()
+                raise ConnectionLost("the daemon closed the connection")
+            return Done()
+        request_id = self._last_id + 1
+        frame = encode(request_id, request)
+        self._last_id = request_id
+        try:
+            self._send(frame, deadline)
+        except BaseException:
+            self.close()  # who knows how much of the frame went out
+            raise
+        try:
+            reply = self._receive(request_id, deadline)
+        except BaseException:
+            self._abandoned.add(request_id)
+            raise
+        if isinstance(reply, Failure):
+            raise wire_error(reply)
+        return reply
+
+    def close(self) -> None:
+        """The daemon sees end-of-file."""
+        self.alive = False
+        self._sock.close()
+
+    def _send(self, frame: bytearray, deadline: float) -> None:
+        unsent = memoryview(frame)
+        while unsent:
+            try:
+                unsent = unsent[self._sock.send(unsent) :]
+            except BlockingIOError:
+                self._check(deadline)
+            except OSError as error:
+                self._hear_last_words()
+                raise ConnectionLost(str(error)) from error
+
+    def _hear_last_words(self) -> None:
+        """Raise the reason the daemon gave before it closed, if it gave one."""
+        self._sock.setblocking(False)
+        with suppress(OSError):
+            while count := self._sock.recv_into(self._decoder.writable()):
+                self._decoder.received(count)
+                while (frame := self._decoder.next()) is not None:
+                    reply = decode_reply(frame.payload)
+                    if frame.request_id == 0 and isinstance(reply, Failure):
+                        raise wire_error(reply)
+
+    def _receive(self, request_id: int, deadline: float) -> Reply:
+        while True:
+            frame = self._decoder.next()
+            if frame is None:
+                self._fill(deadline)
+                continue
+            reply = decode_reply(frame.payload)
+            if frame.request_id == request_id:
+                return reply
+            if frame.request_id in self._abandoned:
+                self._abandoned.discard(frame.request_id)
+                continue
+            self.close()
+            raise (
+                wire_error(reply) if isinstance(reply, Failure) else unknown_reply(frame.request_id)
+            )
+
+    def _fill(self, deadline: float) -> None:
+        try:
+            count = self._sock.recv_into(self._decoder.writable())
+        except BlockingIOError:
+            self._check(deadline)
+            return
+        except OSError as error:
+            self.close()
+            raise ConnectionLost(str(error)) from error
+        if count == 0:
+            self.close()
+            raise ConnectionLost("the daemon closed the connection")
+        self._decoder.received(count)
+
+    def _check(self, deadline: float) -> None:
+        if time.monotonic() >= deadline:
+            raise Unavailable("the daemon did not answer in time")
+
+
+def _drive(steps: Steps[T], exchange: Callable[[Ask], Reply]) -> T:
+    """Run a verb: every ask it yields goes through ``exchange``, whose errors it gets too."""
+    try:
+        ask = next(steps)
+        while True:
+            try:
+                reply = exchange(ask)
+            except Exception as error:
+                ask = steps.throw(error)
+            else:
+                ask = steps.send(reply)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    finally:
+        steps.close()
+
+
+class Sequence(SequenceViews):
+    """A worker's block table. Ends with its ``with`` block, or with the client."""
+
+    def __init__(self, client: Client, core: SequenceCore) -> None:
+        super().__init__(core)
+        self._client = client
+
+    def reserve(self, n_tokens: int) -> None:
+        """Room for ``n_tokens`` beyond ``num_tokens``; asks the daemon only when there is none.
+
+        Call it before every write, room or not: it notices that the daemon was restarted without
+        this sequence, whose slots may then be another's. Raises PoolExhausted (nothing was
+        changed) and LeaseLost.
+        """
+        self._client._run(self._core.reserve(n_tokens))
+
+    def append(self, token_ids: TokenIds) -> None:
+        """The K and V of these tokens lie in the slots: record them, seal the blocks they fill.
+
+        The table may change where the daemon had the same block already. If this raises
+        Unavailable the tokens are recorded nonetheless; the next append makes up for the seal.
+        """
+        self._client._run(self._core.append(token_ids))
+
+    def truncate(self, n_tokens: int) -> None:
+        """Keep the first ``n_tokens`` tokens. Reserve again before writing."""
+        self._client._run(self._core.truncate(n_tokens))
+
+    def fork(self) -> Sequence:
+        """A second sequence on the same blocks. Both must reserve again before they write."""
+        return Sequence(self._client, self._client._run(self._core.fork()))
+
+    def suspend(self) -> None:
+        """Let the blocks spill. The worker must not touch them until ``resume``."""
+        self._client._run(self._core.suspend())
+
+    def resume(self) -> None:
+        """Bring the blocks back; the block table is another one."""
+        self._client._run(self._core.resume())
+
+    def end(self) -> None:
+        """Release the sequence; full blocks stay cached. Never raises for a daemon that is away."""
+        self._client.release([self])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+class Namespace(NamespaceViews):
+    """One model shard's blocks: find prefixes, begin sequences, compute on the pool."""
+
+    def __init__(self, client: Client, core: NamespaceCore) -> None:
+        super().__init__(core)
+        self._client = client
+
+    def lookup(
+        self, token_ids: TokenIds, *, keep: int = 0, extra_keys: ExtraKeys | None = None
+    ) -> CachedPrefix:
+        """How many leading tokens are cached, ``keep`` last ones left aside. Touches nothing."""
+        return self._client._run(self._core.lookup(token_ids, keep, extra_keys))
+
+    def begin(
+        self, token_ids: TokenIds, *, keep: int = 1, extra_keys: ExtraKeys | None = None
+    ) -> Sequence:
+        """A sequence on the longest cached prefix, pinned and in the device tier.
+
+        At least ``keep`` of the tokens are left to compute (an engine needs one for its logits).
+        ``extra_keys`` has bytes or None for each block, in order.
+        """
+        return Sequence(
+            self._client, self._client._run(self._core.begin(token_ids, keep, extra_keys))
+        )
+
+    def attention(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        sequences: Iterable[SequenceViews],
+        *,
+        seq_lens: Items[int] | torch.Tensor | None = None,
+        q_indptr: Items[int] | torch.Tensor | None = None,
+        scale: float | None = None,
+        causal: bool = True,
+        window: int = -1,
+        softcap: float = 0.0,
+        where: Where = "worker",
+    ) -> torch.Tensor:
+        """Paged attention of ``q`` [T, q_heads, head_dim] over the sequences' blocks.
+
+        ``seq_lens``: tokens of K and V to see, the query's own included; by default what was
+        appended. ``q_indptr``: whose rows are whose; by default one row per sequence, or all rows
+        of one. ``scale`` defaults to head_dim ** -0.5. Returns [T, q_heads, head_dim] in ``q``'s
+        dtype.
+        """
+        from tierkv.client import paged
+
+        options = {"scale": scale or 0.0, "causal": causal, "window": window, "softcap": softcap}
+        plan = self._plan(layer, q, sequences, seq_lens, q_indptr, **options)
+        if where == "worker":
+            return self._paged.attend(layer, q, plan)
+        if where != "daemon":
+            raise InvalidArgument(f"where is {where!r}; it must be worker or daemon")
+        out, out_bytes = paged.empty_like_query(q, self._paged.dtype)
+        q_bytes = paged.query_bytes(q, self._paged.dtype)
+        self._client._run(self._core.attend(plan, q_bytes, out_bytes))
+        return out.to(q.dtype)

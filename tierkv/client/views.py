@@ -1,0 +1,137 @@
+"""What the sync and the asyncio worker API share: everything that asks the daemon nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from tierkv.client.namespaces import NamespaceCore
+from tierkv.client.sequences import I32, CachedPrefix, SequenceCore
+from tierkv.core.ids import U8, U32
+from tierkv.core.spec import KVSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Items
+
+    import torch
+
+    from tierkv.client.paged import PagedPool
+
+Where = Literal["worker", "daemon"]
+
+
+class SequenceViews:
+    """A worker's sequence. One call at a time may change it."""
+
+    def __init__(self, core: SequenceCore) -> None:
+        self._core = core
+
+    @property
+    def tokens(self) -> U32:
+        """The token ids so far, cached ones included (u32 [num_tokens], read-only snapshot)."""
+        return self._core.tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose K and V lie in the blocks."""
+        return self._core.num_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Leading tokens that were found cached when the sequence began."""
+        return self._core.cached.tokens
+
+    @property
+    def cached_from(self) -> CachedPrefix:
+        """The same, with how many blocks came from which tier."""
+        return self._core.cached
+
+    @property
+    def block_table(self) -> I32:
+        """Slot of every block in the pool, in order (i32 [blocks], read-only snapshot).
+
+        Raises LeaseLost, or InvalidArgument when the sequence is suspended or has ended.
+        """
+        self._core.require_active()
+        return self._core.table
+
+    @property
+    def suspended(self) -> bool:
+        """True from ``suspend`` to ``resume``: the slots are not this sequence's."""
+        return self._core.suspended
+
+    @property
+    def lost(self) -> bool:
+        """True once the daemon no longer holds it: begin again with ``tokens``."""
+        return self._core.lost
+
+
+class NamespaceViews:
+    """One model shard's blocks in the mapped arena.
+
+    Views point into memory shared with the daemon. Take them anew after LeaseLost: the arena may
+    be another one.
+    """
+
+    def __init__(self, core: NamespaceCore) -> None:
+        self._core = core
+
+    @property
+    def spec(self) -> KVSpec:
+        """What this namespace was opened with."""
+        return self._core.spec
+
+    @property
+    def pool(self) -> U8:
+        """All slots as bytes (u8 [slots, stride]); a block is the first ``spec.block_bytes``."""
+        return self._core.pool
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """All slots: [slots, layers, 2, block_tokens, kv_heads, head_dim] (HND: heads first)."""
+        return self._paged.blocks
+
+    def k(self, layer: int) -> torch.Tensor:
+        """Keys of one layer: [slots, block_tokens, kv_heads, head_dim]."""
+        return self._paged.layer(layer)[:, 0]
+
+    def v(self, layer: int) -> torch.Tensor:
+        """Values of one layer: [slots, block_tokens, kv_heads, head_dim]."""
+        return self._paged.layer(layer)[:, 1]
+
+    def write(
+        self,
+        layer: int,
+        sequence: SequenceViews,
+        first_token: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        """Put ``k`` and ``v`` ([n, kv_heads, head_dim]) of the tokens from ``first_token`` on.
+
+        Raises InvalidArgument unless these tokens are reserved.
+        """
+        self._paged.write(layer, sequence._core, first_token, k, v)
+
+    def block_tables(self, sequences: Iterable[SequenceViews]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block tables (i32 [B, longest], padded with slot 0) and token counts (i32 [B])."""
+        return self._paged.block_tables([sequence._core for sequence in sequences])
+
+    @cached_property
+    def _paged(self) -> PagedPool:
+        from tierkv.client.paged import PagedPool  # torch takes seconds: only who needs it
+
+        return PagedPool(self._core)
+
+    def _plan(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        sequences: Iterable[SequenceViews],
+        seq_lens: Items[int] | torch.Tensor | None,
+        q_indptr: Items[int] | torch.Tensor | None,
+        **options: Any,
+    ) -> Any:
+        cores = [sequence._core for sequence in sequences]
+        return self._paged.plan(layer, q, cores, seq_lens, q_indptr, **options)
