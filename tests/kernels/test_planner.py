@@ -26,16 +26,19 @@ class Step:
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
     groups, seq_lens, q_lens = [], [], []
-    for _ in range(draw(st.integers(0, 4))):
+    sharing = draw(st.booleans())
+    for _ in range(draw(st.integers(0, 5))):
         # A group that shares a prefix, or a single sequence that may have more queries than tokens.
-        prefix = draw(st.integers(0, 70))
-        count = draw(st.integers(1, 3))
+        prefix = draw(st.integers(1, 70)) if sharing and draw(st.booleans()) else 0
+        count = draw(st.integers(1, 3)) if prefix else 1
         if prefix:
             groups.append((len(seq_lens), count, prefix))
         for _ in range(count):
             q_len = draw(st.integers(0, 12))
-            shortest = prefix + q_len if prefix else max(0, q_len - 4)
-            seq_lens.append(shortest + draw(st.integers(0, 90)))
+            past = draw(st.integers(0, 90))
+            if not prefix and draw(st.integers(0, 3)) == 0:
+                past = -min(past % 5, q_len)
+            seq_lens.append(prefix + past + q_len)
             q_lens.append(q_len)
     window = -1 if groups else draw(st.sampled_from((-1, 0, 1, 9, 60)))
     options = {
