@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from tierkv.obs.counters import Counters
+from tierkv.core.counters import Counters
 from tierkv.obs.status import StatusDocument
 from tierkv.obs.table import METRICS, Type
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
-from tierkv.obs.counters import Counters
+from tierkv.core.counters import Counters
 from tierkv.obs.status import STATES, StatusDocument
 
 Sample = tuple[tuple[str, ...], float]

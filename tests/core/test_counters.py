@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierkv.obs.counters import Counters, HitWindow
-from tierkv.obs.status import PrefixStatus
+from tierkv.core.counters import Counters, HitWindow
 
 
 def test_the_ratio_is_zero_before_the_first_lookup() -> None:
@@ -49,16 +48,6 @@ def test_the_ratio_is_that_of_the_last_tokens(lookups: list[tuple[int, float]]) 
             exact.popleft()
     ratio = sum(hit for _, hit in exact) / sum(looked for looked, _ in exact)
     assert window.ratio == pytest.approx(ratio, abs=0.07)
-
-
-def test_the_prefix_part_of_the_status() -> None:
-    counters = Counters()
-    counters.looked_up(100, device=50, host=16, disk=9)
-    counters.looked_up(100)
-    assert counters.prefix_status() == PrefixStatus(
-        lookup_tokens=200, hit_tokens=75, hit_ratio=0.375
-    )
-    assert counters.hit_tokens == {"device": 50, "host": 16, "disk": 9}
 
 
 def test_evictions_by_way() -> None:
