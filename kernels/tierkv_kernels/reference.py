@@ -20,8 +20,11 @@ from tierkv_kernels.errors import InvalidInput
 from tierkv_kernels.merge import merge_rows
 from tierkv_kernels.work import NO_MASK, Plan, Record
 
+FOLDED_ROWS_MAX = 32
+"""Most (query, head) rows of a KV head that are given to torch as one head."""
+
 MASK_ELEMENTS = 1 << 22
-"""Largest mask that is built at once."""
+"""Largest mask that is built at once, and most elements of masks that a plan keeps."""
 
 SCORE_ELEMENTS = 1 << 19
 """Most scores of all heads that are held at once: what stays in a core's cache."""
@@ -164,11 +167,7 @@ def _is_square(record: Record, plan: Plan) -> bool:
 
 
 def _visible(record: Record, plan: Plan, rows: slice, q: Tensor) -> tuple[slice, Tensor | None]:
-    """The record's keys that some of these rows see, and what to add to their scores.
-
-    The mask holds 0 and -inf and is built as torch's attention uses it: a mask of bools would be
-    turned into this one by every call.
-    """
+    """The record's keys that some of these rows see, and what to add to their scores."""
     begin, end = 0, record.kv_end - record.kv_begin
     if record.pos0 == NO_MASK:
         return slice(begin, end), None
@@ -180,11 +179,30 @@ def _visible(record: Record, plan: Plan, rows: slice, q: Tensor) -> tuple[slice,
         begin = max(begin, first - plan.window)
     if end <= begin:
         return slice(0, 0), None
-    hidden = q.new_full((num_rows, end - begin), -torch.inf)
-    mask = hidden.triu(first - begin + 1) if plan.causal else torch.zeros_like(hidden)
-    if plan.window >= 0:
-        mask += hidden.tril(first - begin - plan.window - 1)
+    kept = plan.scratch.setdefault("torch masks", {})
+    key = (first - begin, num_rows, end - begin, q.dtype, q.device)
+    mask = kept.get(key)
+    if mask is None:
+        mask = _mask(first - begin, num_rows, end - begin, plan, q)
+        if mask.numel() + sum(other.numel() for other in kept.values()) <= MASK_ELEMENTS:
+            kept[key] = mask
     return slice(begin, end), mask
+
+
+def _mask(first: int, num_rows: int, num_keys: int, plan: Plan, q: Tensor) -> Tensor:
+    """[num_rows, num_keys] of 0 and -inf; row i sits at the position of key ``first + i``.
+
+    This is what torch's attention adds to the scores; it would turn a mask of bools into this in
+    every call.
+    """
+    mask = q.new_zeros(num_rows, num_keys)
+    if plan.causal:
+        later = mask[:, max(0, first + 1) :]
+        later += torch.full_like(later, -torch.inf).triu_(min(0, first + 1))
+    if plan.window >= 0:
+        earlier = mask[:, : max(0, first + num_rows - 1 - plan.window)]
+        earlier += torch.full_like(earlier, -torch.inf).tril_(first - plan.window - 1)
+    return mask
 
 
 def _no_keys(out: Tensor, lse: Tensor | None) -> None:
@@ -203,23 +221,21 @@ def _fused(
     is_causal: bool = False,
 ) -> None:
     """q, out: [T, Hq, D]. keys, values: [Hkv, N, D]. Every row must see a key."""
-    grouped_q, grouped_out = _by_kv_head(q, keys), _by_kv_head(out, keys)
-    if q.shape[0] == 1:
-        # The heads of a group as query rows: torch is slow at one row per head.
-        got = scaled_dot_product_attention(grouped_q, keys[None], values[None], mask, scale=scale)
-        grouped_out.copy_(got)
-        return
-    # KV heads as the batch, so that a group's heads can read the same K and V through stride 0.
-    shape = (keys.shape[0], grouped_q.shape[2], *keys.shape[1:])
+    grouped_q = _by_kv_head(q, keys.shape[0]).permute(1, 2, 0, 3)
+    kv_heads, group, num_tokens, _ = grouped_q.shape
+    if group * num_tokens <= FOLDED_ROWS_MAX and not is_causal:
+        # The queries of a group as rows of one head: torch is slow at few rows per head.
+        wide_q, keys, values = grouped_q.flatten(1, 2)[None], keys[None], values[None]
+        mask = None if mask is None else mask.repeat(group, 1)
+    else:
+        # KV heads as the batch, so that a group's heads can read the same K and V by stride 0.
+        shape = (kv_heads, group, *keys.shape[1:])
+        wide_q = grouped_q
+        keys, values = keys[:, None].expand(shape), values[:, None].expand(shape)
     got = scaled_dot_product_attention(
-        grouped_q.permute(1, 2, 0, 3),
-        keys[:, None].expand(shape),
-        values[:, None].expand(shape),
-        mask,
-        is_causal=is_causal,
-        scale=scale,
-    )
-    grouped_out.copy_(got.permute(2, 0, 1, 3))
+        wide_q, keys, values, mask, is_causal=is_causal, scale=scale
+    ).view(grouped_q.shape)
+    _by_kv_head(out, kv_heads).copy_(got.permute(2, 0, 1, 3))
 
 
 def _explicit(
@@ -235,7 +251,7 @@ def _explicit(
 
     keys, values: float32, and so is all that is computed.
     """
-    grouped_q = _by_kv_head(q, keys).permute(1, 2, 0, 3)
+    grouped_q = _by_kv_head(q, keys.shape[0]).permute(1, 2, 0, 3)
     kv_heads, group, num_tokens, _ = grouped_q.shape
     scores = grouped_q.flatten(1, 2).float() @ keys.transpose(1, 2)
     scores *= call.score_scale
@@ -249,13 +265,12 @@ def _explicit(
         lse.view(num_tokens, kv_heads, group).copy_(by_head.permute(2, 0, 1))
     row_lse.masked_fill_(row_lse == -torch.inf, 0.0)
     got = scores.sub_(row_lse[..., None]).exp_() @ values
-    _by_kv_head(out, keys).copy_(got.view(grouped_q.shape).permute(2, 0, 1, 3))
+    _by_kv_head(out, kv_heads).copy_(got.view(grouped_q.shape).permute(2, 0, 1, 3))
 
 
-def _by_kv_head(rows: Tensor, keys: Tensor) -> Tensor:
+def _by_kv_head(rows: Tensor, kv_heads: int) -> Tensor:
     """Queries or outputs [T, Hq, D] as a view [T, Hkv, group, D]."""
     num_tokens, num_q_heads, head_dim = rows.shape
-    kv_heads = keys.shape[0]
     return rows.view(num_tokens, kv_heads, num_q_heads // kv_heads, head_dim)
 
 

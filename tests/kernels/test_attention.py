@@ -108,7 +108,7 @@ def test_only_evenly_spaced_tokens_are_read_in_place(
     batch = make_batch(shape)
     work = plan(shape.seq_lens, shape.q_lens, **shape.geometry)
     paged_attention(*batch.tensors, **batch.options, plan=work)
-    assert bool(work.scratch) == copies
+    assert ("torch keys" in work.scratch) == copies
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
