@@ -230,6 +230,16 @@ def test_a_prefill_without_a_past() -> None:
             check_output(batch, out, lse)
 
 
+def test_a_few_queries_over_a_past() -> None:
+    for q_len in (2, 5, 16, 40):
+        for group in (1, 3, 8):
+            for window in (-1, 20):
+                shape = Shape(lengths=((60 + q_len, q_len),), group=group, window=window)
+                batch = make_batch(shape)
+                out, lse = paged_attention(*batch.tensors, **batch.options)
+                check_output(batch, out, lse)
+
+
 def test_offsets_past_two_to_the_31() -> None:
     # Only the pages of three blocks are ever touched; the rest of the 4 GiB stays unmapped.
     num_blocks = 2**31 // (16 * 2 * 64) + 8
