@@ -89,6 +89,7 @@ def run(*, model_path: str, document_tokens: int, answer_tokens: int, step: Step
         demo.two_workers()
         demo.killed_in_the_middle()
         demo.killed_alone()
+        demo.disconnect()
     return demo.report
 
 
@@ -111,6 +112,8 @@ class _Demo:
         self.report = Report(model.config.name)
         self.prompts: list[list[int]] = []
         self._undisturbed: dict[int, Generation] = {}
+        self._worker: tierkv.Client | None = None
+        """This process' connection: kept, as an engine would, also while the daemon is away."""
 
     def choose_prompts(self, document_tokens: int) -> None:
         """Questions about one document of Python's own documentation: they share its tokens."""
@@ -184,6 +187,7 @@ class _Demo:
     def killed_alone(self) -> None:
         """kill -9 with no worker alive; the prefix is still warm after the restart."""
         self.step("kill -9 with no worker alive")
+        self.disconnect()
         self.daemon.kill()
         seconds = self.daemon.start()
         self.report.facts.append(("from restart to serving after kill -9", f"{seconds:.2f} s"))
@@ -196,17 +200,24 @@ class _Demo:
         )
         self.report.facts.append(("recovery", found))
 
+    def disconnect(self) -> None:
+        """End this process' connection."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
     # --- parts ------------------------------------------------------------------------------------
 
     def _ask(
         self, phase: str, at: int, on_token: Callable[[int], None] | None = None
     ) -> Generation:
         """Answer question ``at`` through tierkv and without it, and compare."""
-        with tierkv.connect(self.daemon.socket) as cache:
-            kv = PooledKV(cache.namespace(self.model.spec()))
-            answer = generate(
-                self.model, kv, self.prompts[at], self.answer_tokens, on_token, stop_at_end=False
-            )
+        if self._worker is None:
+            self._worker = tierkv.connect(self.daemon.socket)
+        kv = PooledKV(self._worker.namespace(self.model.spec()))
+        answer = generate(
+            self.model, kv, self.prompts[at], self.answer_tokens, on_token, stop_at_end=False
+        )
         right = answer.tokens == self._without_tierkv(at).tokens
         self.report.rows.append(Row(phase, right, answer.ttft_s, answer.cached_tokens))
         return answer

@@ -175,7 +175,26 @@ def test_attention_passes_its_options_on(batch, monkeypatch):
     q = torch.zeros(2, 2, DIM)
     ns.attention(0, q, sequences, scale=0.5, causal=False, window=3, softcap=30.0)
     assert seen.pop("q_indptr").tolist() == [0, 1, 2]
+    plan = seen.pop("plan")
+    assert (plan.causal, plan.window, plan.seq_lens.tolist()) == (False, 3, [9, 4])
     assert seen == {"scale": 0.5, "causal": False, "window": 3, "softcap": 30.0}
+
+
+def test_all_layers_of_a_step_share_one_plan(batch, monkeypatch):
+    plans = []
+
+    def kernel(q, *_, plan, **_options):
+        plans.append(plan)
+        return q, None
+
+    monkeypatch.setattr(tierkv_kernels, "paged_attention", kernel, raising=False)
+    ns, sequences, _ = batch
+    q = torch.zeros(2, 2, DIM)
+    for layer in range(ns.spec.layers):
+        ns.attention(layer, q, sequences, seq_lens=[8, 4])
+    ns.attention(0, q, sequences, seq_lens=[9, 4])
+    assert len({id(plan) for plan in plans[:-1]}) == 1
+    assert plans[-1].seq_lens.tolist() == [9, 4]
 
 
 def test_attention_in_the_daemon_goes_through_scratch_memory(daemon, batch):

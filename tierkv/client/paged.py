@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import threading
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -24,6 +25,7 @@ class PagedPool:
     def __init__(self, namespace: NamespaceCore) -> None:
         self._namespace = namespace
         self._pool: U8 | None = None
+        self._step = threading.local()
         self._blocks = torch.empty(0)
         self.dtype: torch.dtype = getattr(torch, namespace.spec.dtype)
 
@@ -111,6 +113,7 @@ class PagedPool:
             tables,
             lens,
             q_indptr=torch.from_numpy(plan.q_indptr.astype(np.int32)),
+            plan=self._kernel_plan(kernels, plan),
             scale=plan.scale or None,
             causal=plan.causal,
             window=plan.window,
@@ -118,6 +121,29 @@ class PagedPool:
         )
         result: torch.Tensor = out
         return result
+
+    def _kernel_plan(self, kernels: Any, plan: AttendPlan) -> Any:
+        """The kernels' plan of this step, kept for its other layers: it depends on lengths only.
+
+        Each thread keeps its own, because a plan also holds the step's buffers.
+        """
+        lengths = (plan.seq_lens.tobytes(), plan.q_indptr.tobytes())
+        step = (*lengths, plan.q_heads, plan.causal, plan.window)
+        if getattr(self._step, "key", None) != step:
+            spec = self._namespace.spec
+            self._step.plan = kernels.plan(
+                plan.seq_lens.astype(np.int32),
+                np.diff(plan.q_indptr.astype(np.int32)),
+                num_q_heads=plan.q_heads,
+                num_kv_heads=spec.kv_heads,
+                head_dim=spec.head_dim,
+                block_size=spec.block_tokens,
+                split=0,
+                causal=plan.causal,
+                window=plan.window,
+            )
+            self._step.key = step
+        return self._step.plan
 
     def plan(
         self,
