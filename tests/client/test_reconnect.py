@@ -309,6 +309,35 @@ def test_a_begin_that_was_given_up_is_released(daemon, spec):
         assert list(daemon.held()) == [2]
 
 
+def test_ending_does_not_wait_for_a_call_that_waits_for_the_daemon(daemon, spec):
+    client = tierkv.connect(daemon.path, timeout_s=WAIT_S, reconnect_s=WAIT_S)
+    sequence = client.namespace(spec).begin([])
+    daemon.stop()
+
+    def wait():
+        with pytest.raises(Unavailable, match="closed"):
+            client.stat()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    deadline = time.monotonic() + WAIT_S
+    while client._link.alive:
+        assert time.monotonic() < deadline
+    began = time.monotonic()
+    sequence.end()
+    assert time.monotonic() - began < 1
+    client.close()
+    waiting.join(WAIT_S)
+    assert not waiting.is_alive()
+
+
+def test_a_hello_that_is_never_answered_is_tried_again(daemon, spec):
+    with tierkv.connect(daemon.path, timeout_s=0.3, reconnect_s=WAIT_S) as client:
+        daemon.silent.append(m.Hello)
+        daemon.restart()
+        assert client.stat()["epoch"] == 2
+
+
 def test_closing_in_another_thread_ends_a_wait(daemon, spec):
     client = tierkv.connect(daemon.path, reconnect_s=WAIT_S)
     daemon.stop()

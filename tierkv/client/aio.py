@@ -16,7 +16,7 @@ from tierkv.client.attach import (
     backoff_delays_s,
     connect_failure,
     default_socket_path,
-    hung_up,
+    hangup_poll,
     wire_error,
 )
 from tierkv.client.core import SENDS_MAX, Ask, ClientCore, Steps
@@ -173,19 +173,19 @@ class Client:
         if self._link is not None and self._link.alive:
             return self._link
         async with self._attaching:
-            for delay_s in backoff_delays_s():
+            delays_s = backoff_delays_s()
+            while self._link is None or not self._link.alive:
                 if self._closed:
                     raise Unavailable("this client is closed")
-                if self._link is not None and self._link.alive:
-                    return self._link
                 try:
                     async with asyncio.timeout(self._timeout_s):
                         self._link = await self._attempt()
-                    continue
                 except (ConnectionLost, NotReady, TimeoutError) as error:
                     self._last_loss = f"no daemon serves: {error}"
-                await asyncio.sleep(delay_s)
-        raise AssertionError("delays never end")
+                    await asyncio.sleep(next(delays_s))
+            if self._closed:  # by another task, which did not see this link
+                self._link.close()
+            return self._link
 
     async def _attempt(self) -> Link:
         loop = asyncio.get_running_loop()
@@ -233,7 +233,7 @@ class Link(asyncio.BufferedProtocol):
         if self._transport is None or not self.alive:
             raise ConnectionLost("the daemon closed the connection")
         if request is None:
-            if hung_up(self._transport.get_extra_info("socket").fileno()):
+            if self._hangup.poll(0):
                 self.close()
                 raise ConnectionLost("the daemon closed the connection")
             return Done()
@@ -258,6 +258,7 @@ class Link(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self._hangup = hangup_poll(transport.get_extra_info("socket").fileno())
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._decoder.writable()

@@ -160,11 +160,11 @@ def connect_failure(path: Path, error: OSError) -> Exception:
     return Unavailable(text)
 
 
-def hung_up(fd: int) -> bool:
-    """True when the daemon has closed its end, even if nobody has read that far yet."""
+def hangup_poll(fd: int) -> select.poll:
+    """Its ``poll(0)`` is true when the daemon has closed its end, even if nobody read that far."""
     poll = select.poll()
     poll.register(fd, select.POLLRDHUP)
-    return bool(poll.poll(0))
+    return poll
 
 
 def backoff_delays_s() -> Iterator[float]:

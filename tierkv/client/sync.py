@@ -7,18 +7,19 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tierkv.client.attach import (
+    Arena,
     ConnectionLost,
     Opening,
     backoff_delays_s,
     connect_failure,
     default_socket_path,
-    hung_up,
+    hangup_poll,
     wire_error,
 )
 from tierkv.client.core import SENDS_MAX, Ask, ClientCore, Steps
@@ -26,9 +27,10 @@ from tierkv.client.namespaces import NamespaceCore, open_namespace
 from tierkv.client.sequences import CachedPrefix, ExtraKeys, SequenceCore
 from tierkv.client.tokens import TokenIds
 from tierkv.client.views import NamespaceViews, SequenceViews, Where
+from tierkv.core.ids import U8
 from tierkv.core.spec import KVSpec
 from tierkv.errors import InvalidArgument, NotReady, TierkvError, Unavailable
-from tierkv.rpc.messages import Done, Failure, Reply, Request
+from tierkv.rpc.messages import Done, Failure, Reply
 from tierkv.rpc.wire import FrameDecoder, decode_reply, encode, unknown_reply
 
 if TYPE_CHECKING:
@@ -131,28 +133,31 @@ class Client:
         """Run a verb to its end, attaching again as often as needed until the time is up."""
         self._core.check_process()
         deadline = time.monotonic() + (self._reconnect_s if timeout_s is None else timeout_s)
-        with self._turn(deadline):
-            return _drive(steps, lambda ask: self._exchange(ask, deadline))
+        self._take_turn(deadline)
+        try:
+            return _drive(steps, self._exchange, deadline)
+        finally:
+            self._lock.release()
 
     def _open(self) -> None:
         self._attach(time.monotonic() + self._timeout_s)
 
     def _release_orphans(self) -> None:
         """Best effort: what is not released now is, with the lease or before the next begin."""
+        link = self._link
+        if link is None or not link.alive:
+            return
         deadline = time.monotonic() + self._timeout_s
-        with suppress(TierkvError, ConnectionLost), self._turn(deadline):
-            link = self._link
-            if link is not None and link.alive:
-                _drive(self._core.release_orphans(), lambda ask: link.call(ask(), deadline))
+        with suppress(TierkvError, ConnectionLost):
+            self._take_turn(deadline)
+            try:
+                _drive(self._core.release_orphans(), link.exchange, deadline)
+            finally:
+                self._lock.release()
 
-    @contextmanager
-    def _turn(self, deadline: float) -> Iterator[None]:
+    def _take_turn(self, deadline: float) -> None:
         if not self._lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise Unavailable(f"{self._path}: another thread's call still waits for the daemon")
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     def _exchange(self, ask: Ask, deadline: float) -> Reply:
         for _ in range(SENDS_MAX):
@@ -160,24 +165,28 @@ class Client:
             if link is None or not link.alive:
                 link = self._attach(deadline)
             try:
-                return link.call(ask(), deadline)
+                return link.exchange(ask, deadline)
             except ConnectionLost:
                 continue
         raise Unavailable(f"the daemon was lost {SENDS_MAX} times over the same request")
 
     def _attach(self, deadline: float) -> Link:
-        for delay_s in backoff_delays_s():
+        delays_s = backoff_delays_s()
+        while True:
             if self._closed:
                 raise Unavailable("this client is closed")
             attempt_deadline = min(deadline, time.monotonic() + self._timeout_s)
             try:
                 self._link = self._attempt(attempt_deadline)
-                return self._link
             except (ConnectionLost, NotReady) as error:
+                delay_s = next(delays_s)
                 if time.monotonic() + delay_s >= deadline:
                     raise Unavailable(f"no daemon serves on {self._path}: {error}") from error
-            time.sleep(delay_s)
-        raise AssertionError("delays never end")
+                time.sleep(delay_s)
+                continue
+            if self._closed:  # by another thread, which did not see this link
+                self._link.close()
+            return self._link
 
     def _attempt(self, deadline: float) -> Link:
         opening = Opening()
@@ -190,7 +199,7 @@ class Client:
                 opening.receive(sock)
             arena, scratch = opening.memory(self._core.arena)
             link = Link(sock, opening.decoder)
-            _drive(self._core.attach(arena, scratch), lambda ask: link.call(ask(), deadline))
+            self._take_up_lease(link, arena, scratch, deadline)
             return link
         except BaseException as error:
             opening.close()
@@ -198,6 +207,12 @@ class Client:
             if isinstance(error, OSError):
                 raise connect_failure(self._path, error) from error
             raise
+
+    def _take_up_lease(self, link: Link, arena: Arena, scratch: U8, deadline: float) -> None:
+        try:
+            _drive(self._core.attach(arena, scratch), link.exchange, deadline)
+        except Unavailable as error:  # in this attempt; there may be time for another
+            raise ConnectionLost(error.message) from error
 
 
 class Link:
@@ -210,18 +225,22 @@ class Link:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
         self.alive = True
         self._sock = sock
+        self._hangup = hangup_poll(sock.fileno())
         self._decoder = decoder
         self._last_id = 0
         self._abandoned: set[int] = set()
 
-    def call(self, request: Request | None, deadline: float) -> Reply:
+    def exchange(self, ask: Ask, deadline: float) -> Reply:
         """Send, and wait for the answer; without a request, only see whether the daemon is there.
 
         Raises ConnectionLost when the daemon has gone, Unavailable when the time is up, and the
         daemon's typed error when it refuses.
         """
+        request = ask()
+        if not self.alive:
+            raise ConnectionLost("the connection is closed")
         if request is None:
-            if hung_up(self._sock.fileno()):
+            if self._hangup.poll(0):
                 self.close()
                 raise ConnectionLost("the daemon closed the connection")
             return Done()
@@ -305,13 +324,13 @@ class Link:
             raise Unavailable("the daemon did not answer in time")
 
 
-def _drive(steps: Steps[T], exchange: Callable[[Ask], Reply]) -> T:
+def _drive(steps: Steps[T], exchange: Callable[[Ask, float], Reply], deadline: float) -> T:
     """Run a verb: every ask it yields goes through ``exchange``, whose errors it gets too."""
     try:
         ask = next(steps)
         while True:
             try:
-                reply = exchange(ask)
+                reply = exchange(ask, deadline)
             except Exception as error:
                 ask = steps.throw(error)
             else:
