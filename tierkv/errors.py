@@ -136,10 +136,11 @@ def _all_errors(cls: type[TierkvError]) -> list[type[TierkvError]]:
 
 def error_from_wire(code: str, message: str, details: dict[str, Any]) -> TierkvError:
     """Rebuild the typed error a peer sent; an unknown code becomes a plain ``TierkvError``."""
+    plain = {str(key): value for key, value in details.items() if key != "message"}
     for cls in _all_errors(TierkvError):
         if cls.code == code:
-            return cls(message, **details)
-    return TierkvError(f"{code}: {message}", **details)
+            return cls(message, **plain)
+    return TierkvError(f"{code}: {message}", **plain)
 
 
 def require(condition: object, message: str) -> None:

@@ -15,7 +15,10 @@ import tierkv
 from tests.client.fake_daemon import SLOTS
 from tests.rpc.serving import WAIT_S
 from tierkv import KVSpec
-from tierkv.client.attach import SYSTEM_SOCKET, default_socket_path
+from tierkv.client.attach import default_socket_path
+from tierkv.config.paths import SYSTEM_SOCKET
+from tierkv.config.resolve import Environment, Space, resolve
+from tierkv.config.schema import Config
 from tierkv.core.prefix import chain_hashes
 from tierkv.errors import (
     InvalidArgument,
@@ -395,12 +398,29 @@ def test_a_namespace_outside_of_the_arena_is_never_mapped(daemon, client, spec):
 
 
 def test_where_the_daemon_is(tmp_path):
-    assert default_socket_path({}) == SYSTEM_SOCKET
-    assert default_socket_path({"TIERKV_SOCKET": "/a/b"}) == Path("/a/b")
+    assert default_socket_path({}, uid=0) == Path(SYSTEM_SOCKET)
+    assert default_socket_path({"TIERKV_SOCKET": "/a/b"}, uid=0) == Path("/a/b")
+    session = {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)}
     own = tmp_path / "tierkv" / "tierkv.sock"
-    assert default_socket_path({"XDG_RUNTIME_DIR": str(tmp_path)}) == own
-    everything = {"TIERKV_SOCKET": "/a/b", "XDG_RUNTIME_DIR": str(tmp_path)}
-    assert default_socket_path(everything) == Path("/a/b")
+    own.parent.mkdir()
+    own.touch()
+    assert default_socket_path(session, uid=1000) == own
+    assert default_socket_path({**session, "TIERKV_SOCKET": "/a/b"}, uid=1000) == Path("/a/b")
+
+
+@pytest.mark.parametrize("uid", [0, 1000])
+@pytest.mark.parametrize("variables", [{}, {"XDG_RUNTIME_DIR": "/run/user/1000"}])
+def test_the_client_looks_where_the_same_users_daemon_listens(uid, variables):
+    variables = {"HOME": "/home/somebody", **variables}
+    environment = Environment(
+        uid=uid,
+        variables=variables,
+        working_dir="/",
+        ram_free_bytes=1 << 30,
+        space=lambda _path: Space(1 << 40, 1 << 40, 0),
+    )
+    config = resolve(Config(), environment)
+    assert str(default_socket_path(variables, uid=uid)) == config.server.socket
 
 
 def test_importing_tierkv_imports_nothing_heavy():

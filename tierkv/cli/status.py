@@ -12,11 +12,11 @@ import msgspec
 from tierkv.cli.exit_codes import Exit
 from tierkv.cli.options import load_config
 from tierkv.cli.render import print_json, print_table
+from tierkv.config.paths import SYSTEM_SOCKET
 from tierkv.errors import ProtocolError, Unavailable
 from tierkv.obs.status import SERVING, StatusDocument, from_plain
 from tierkv.units import about_bytes, about_duration, format_ratio
 
-SYSTEM_SOCKET = "/run/tierkv/tierkv.sock"
 TIMEOUT_S = 2.0
 
 

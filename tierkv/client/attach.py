@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tierkv.config.paths import SYSTEM_SOCKET, own_socket, own_state_dir
 from tierkv.core.ids import U8
 from tierkv.errors import (
     NotReady,
@@ -25,7 +26,6 @@ from tierkv.errors import (
 from tierkv.rpc.messages import PROTOCOL_VERSION, Failure, Greeting
 from tierkv.rpc.wire import FrameDecoder, decode_opening
 
-SYSTEM_SOCKET = Path("/run/tierkv/tierkv.sock")
 GREETING_BYTES = 4096
 DESCRIPTORS = 2
 _MAY_PASS = (
@@ -42,18 +42,14 @@ class ConnectionLost(Exception):
     """The daemon has gone, or is not there yet: worth another try. Never leaves the client."""
 
 
-def default_socket_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """TIERKV_SOCKET, or the user's own daemon, or the system's.
-
-    A session with XDG_RUNTIME_DIR but no socket there uses the system's daemon if there is one.
-    """
+def default_socket_path(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
+    """TIERKV_SOCKET, or the user's own daemon, or the system's if only that is there."""
     if configured := environ.get("TIERKV_SOCKET"):
         return Path(configured)
-    if runtime := environ.get("XDG_RUNTIME_DIR"):
-        own = Path(runtime, "tierkv", "tierkv.sock")
-        if own.exists() or not SYSTEM_SOCKET.exists():
-            return own
-    return SYSTEM_SOCKET
+    uid = os.getuid() if uid is None else uid
+    own = Path(own_socket(uid, environ, own_state_dir(uid, environ)))
+    system = Path(SYSTEM_SOCKET)
+    return system if system.exists() and not own.exists() else own
 
 
 def map_shared(fd: int, size_bytes: int) -> U8:

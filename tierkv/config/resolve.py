@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from tierkv.config.paths import home, own_socket, own_state_dir
 from tierkv.config.schema import AUTO, AUTO_BYTES, Config
 from tierkv.units import GiB, MiB
 
@@ -65,8 +66,11 @@ def resolve(config: Config, environment: Environment) -> Config:
 
     Pure: all it knows of the machine comes from ``environment``.
     """
-    state_dir = _absolute(config.server.state_dir, _auto_state_dir(environment), environment)
-    socket = _absolute(config.server.socket, _auto_socket(state_dir, environment), environment)
+    state_dir = _absolute(
+        config.server.state_dir, own_state_dir(environment.uid, environment.variables), environment
+    )
+    own = own_socket(environment.uid, environment.variables, state_dir)
+    socket = _absolute(config.server.socket, own, environment)
     arena_dir = _absolute(config.arena.dir, _auto_arena_dir(state_dir), environment)
     disk_dir = _absolute(config.disk.dir, f"{state_dir}/data", environment)
     metrics_socket = config.metrics.socket
@@ -115,26 +119,8 @@ def _absolute(path: str, auto_path: str, environment: Environment) -> str:
     if path == AUTO:
         return auto_path
     if path == "~" or path.startswith("~/"):
-        path = _home(environment) + path[1:]
+        path = home(environment.variables) + path[1:]
     return os.path.normpath(PurePosixPath(environment.working_dir) / path)
-
-
-def _home(environment: Environment) -> str:
-    return environment.variables.get("HOME") or "/"
-
-
-def _auto_state_dir(environment: Environment) -> str:
-    if environment.uid == 0:
-        return "/var/lib/tierkv"
-    state_home = environment.variables.get("XDG_STATE_HOME")
-    return f"{state_home or _home(environment).rstrip('/') + '/.local/state'}/tierkv"
-
-
-def _auto_socket(state_dir: str, environment: Environment) -> str:
-    if environment.uid == 0:
-        return "/run/tierkv/tierkv.sock"
-    runtime_dir = environment.variables.get("XDG_RUNTIME_DIR")
-    return f"{runtime_dir}/tierkv/tierkv.sock" if runtime_dir else f"{state_dir}/tierkv.sock"
 
 
 def _auto_arena_dir(state_dir: str) -> str:
