@@ -65,7 +65,7 @@ class Report:
 Step = Callable[[str], None]
 """Called with what is about to be done."""
 
-STEPS = 12
+STEPS = 9
 """How often a run calls its Step."""
 
 
