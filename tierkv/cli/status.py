@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ TIMEOUT_S = 2.0
     metavar="PATH",
     help="The daemon's socket; else that of the configuration, else the system daemon's.",
 )
-def status(as_json: bool, socket: str | None) -> int:
+@click.option(
+    "--last", is_flag=True, help="Show what the daemon wrote down last, also if it is gone now."
+)
+def status(as_json: bool, socket: str | None, last: bool) -> int:
     """Show what a running daemon holds and does.
 
     Exits with 0 if it serves, 75 if it does not yet or no more, 3 if there is none.
@@ -35,8 +39,9 @@ def status(as_json: bool, socket: str | None) -> int:
     \b
     tierkv status
     tierkv status --json | jq .prefix.hit_ratio
+    tierkv status --last
     """
-    plain = _ask(socket or _find_socket())
+    plain = _read_last() if last else _ask(socket or _find_socket())
     try:
         document = from_plain(plain)
     except msgspec.ValidationError as error:
@@ -66,6 +71,21 @@ def _ask(socket: str) -> dict[str, Any]:
             f"no daemon answers: {reason} ({socket}); "
             "start one by `tierkv serve`, or name its socket by --socket"
         ) from error
+
+
+def _read_last() -> dict[str, Any]:
+    state_dir = Path(load_config(None, ()).config.server.state_dir)
+    last_status = import_module("tierkv.service.last_status")
+    try:
+        content, written_s = last_status.read_last_status(state_dir)
+    except OSError as error:
+        raise Unavailable(
+            f"no daemon has written its status in {state_dir} ({error.strerror}); "
+            "name another directory by TIERKV_SERVER__STATE_DIR"
+        ) from error
+    click.echo(f"written {about_duration(time.time() - written_s)} ago", err=True)
+    plain: dict[str, Any] = msgspec.json.decode(content)
+    return plain
 
 
 def _print(document: StatusDocument) -> None:

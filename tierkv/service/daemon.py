@@ -34,6 +34,7 @@ from tierkv.service.attend import Attention
 from tierkv.service.checkpoint import Checkpointer
 from tierkv.service.engine import Engine
 from tierkv.service.journal import Journal
+from tierkv.service.last_status import write_last_status
 from tierkv.service.leases import Leases
 from tierkv.service.lifecycle import DaemonState, Lifecycle
 from tierkv.service.namespaces import Namespaces
@@ -221,6 +222,7 @@ class _Daemon:
         await listener.close()
         leases.close()
         await _drain(engine, checkpointer)
+        await self._note_status()
         await engine.close()
         attention.close()
         checkpointer.close()
@@ -257,9 +259,16 @@ class _Daemon:
                     await asyncio.sleep(1.0)
                 else:
                     self._counters.checkpoint_timestamp_s = checkpointer.last_unix_s
+                    await self._note_status()
             with contextlib.suppress(OSError):
                 # Without a spare the next rotation makes its segment itself.
                 await loop.run_in_executor(None, recovered.writer.prepare_spare)
+
+    async def _note_status(self) -> None:
+        try:
+            await write_last_status(Path(self._config.server.state_dir), self._document())
+        except OSError as error:
+            log.warning("cannot write the last status: %s", error)
 
     # --- what the parts report --------------------------------------------------------------------
 
