@@ -244,6 +244,7 @@ class Planner:
         sequence = self._active_sequence(lease, local)
         if self._sealed_count(sequence.rows) != at or len(sequence) < at + len(chain):
             raise InvalidArgument("seal: the sequence changed while it was being sealed")
+        self._check_own(sequence, at, len(chain))
         self._take_twins(sequence, at, twins, chain, sum_hi[skip:], sum_lo[skip:])
         done = len(twins)
         self._seal_own(
@@ -275,10 +276,16 @@ class Planner:
         identity = self._new_identity(lease, new_local)
         if identity in self.state.sequences:
             return self.table(self.state.sequences[identity])
-        count = -(-tokens // self._block_tokens(sequence))
+        block_tokens = self._block_tokens(sequence)
+        count = -(-tokens // block_tokens)
         if tokens < 0 or count > len(sequence):
             raise InvalidArgument(
                 f"fork at {tokens} tokens: the sequence has only {len(sequence)} blocks"
+            )
+        if tokens // block_tokens > (sealed := self._sealed_count(sequence.rows)):
+            # Sealed later in one of the two sequences, they would be out of order in the other.
+            raise InvalidArgument(
+                f"fork at {tokens} tokens: block {sealed} is full but not sealed; seal it first"
             )
         opened = blank(1, Kind.SEQ_OPEN)
         opened["id"] = identity
@@ -637,6 +644,13 @@ class Planner:
             and np.array_equal(blocks.hash_lo[rows], chain.lo)
         ):
             raise InvalidArgument("seal: a block of the sequence is sealed under another hash")
+
+    def _check_own(self, sequence: Sequence, first: int, count: int) -> None:
+        shared = np.flatnonzero(self.state.blocks.refs[sequence.rows[first : first + count]] > 1)
+        if len(shared):
+            raise InvalidArgument(
+                f"seal: block {first + int(shared[0])} is shared with a fork; reserve it first"
+            )
 
     def _log_sequence(self, kind: Kind, sequence: Sequence) -> None:
         records = blank(1, kind)
