@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from world import World
 
+from tierkv.core.ids import Tier
 from tierkv.core.invariants import check_invariants
-from tierkv.errors import InvalidArgument
+from tierkv.errors import CorruptionError, InvalidArgument
 
 TOKENS = list(range(1000, 1040))
 OTHER = list(range(2000, 2040))
@@ -56,3 +57,16 @@ def test_a_block_shared_with_a_fork_is_sealed_only_when_it_is_ones_own(cold: boo
     hi, lo = world.write(view.slots, 0, [b"own"])
     assert world.run(world.planner.seal(world.lease, 3, 0, chain, hi, lo)).sealed == 1
     check_invariants(world.state)
+
+
+def test_a_damaged_block_that_must_be_copied_is_an_error_not_an_endless_try() -> None:
+    world = World(4, 0, 0)
+    view = world.store(1, TOKENS[:8])
+    world.tiers.at(Tier.DEVICE, 0, view.slots[1]).payload = b"rot"
+    world.planner.truncate(world.lease, 1, 6)
+    flow = world.planner.reserve(world.lease, 1, 6, 8)
+    move = next(flow)
+    with pytest.raises(CorruptionError):
+        flow.send(world.tiers.perform(move))
+    check_invariants(world.state)
+    assert world.state.slots[Tier.DEVICE, 0].held_count == 0

@@ -187,7 +187,7 @@ class Planner:
     def reserve(self, lease: int, local: int, written: int, total: int) -> Flow[TableView]:
         """Room for ``total`` tokens; blocks from token ``written`` on are exclusive.
 
-        All or nothing. Raises PoolExhausted, InvalidArgument, UnknownSequence.
+        All or nothing. Raises PoolExhausted, InvalidArgument, UnknownSequence, CorruptionError.
         """
         while True:
             sequence = self._active_sequence(lease, local)
@@ -425,11 +425,20 @@ class Planner:
         return first + int(unfit[0]) if len(unfit) else len(rows)
 
     def _copy_block(self, pool: int, row: I64, slots: I64) -> Flow[bool]:
-        """Copy-on-write: the payload of ``row`` into the first of ``slots``."""
+        """Copy-on-write: the payload of ``row`` (shape [1]) into the first of ``slots``.
+
+        False if the block is not there any more. Raises CorruptionError if it is damaged.
+        """
         blocks = self.state.blocks
-        source = blocks.slot[Tier.DEVICE][row].astype(np.int64)
-        moved: Moved = yield Move(pool, blocks.id[row], Tier.DEVICE, source, Tier.DEVICE, slots[:1])
-        return bool(moved.ok[0])
+        ids, place = blocks.id[row].copy(), blocks.slot[Tier.DEVICE][row].copy()
+        source = place.astype(np.int64)
+        moved: Moved = yield Move(pool, ids, Tier.DEVICE, source, Tier.DEVICE, slots[:1])
+        if moved.ok[0]:
+            return True
+        if blocks.id[row] == ids and blocks.slot[Tier.DEVICE][row] == place:
+            self.placement.counters.checksum_failures[Tier.DEVICE.label] += 1
+            raise CorruptionError("reserve: the block to be copied and written on is damaged")
+        return False
 
     def _extend(self, sequence: Sequence, keep: int, slots: I64) -> None:
         """Log ``len(slots)`` fresh blocks behind the first ``keep`` of the sequence."""
