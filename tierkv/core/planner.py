@@ -187,7 +187,7 @@ class Planner:
     def reserve(self, lease: int, local: int, written: int, total: int) -> Flow[TableView]:
         """Room for ``total`` tokens; blocks from token ``written`` on are exclusive.
 
-        All or nothing. Raises PoolExhausted, InvalidArgument, UnknownSequence.
+        All or nothing. Raises PoolExhausted, InvalidArgument, UnknownSequence, CorruptionError.
         """
         while True:
             sequence = self._active_sequence(lease, local)
@@ -244,6 +244,7 @@ class Planner:
         sequence = self._active_sequence(lease, local)
         if self._sealed_count(sequence.rows) != at or len(sequence) < at + len(chain):
             raise InvalidArgument("seal: the sequence changed while it was being sealed")
+        self._check_own(sequence, at, len(chain))
         self._take_twins(sequence, at, twins, chain, sum_hi[skip:], sum_lo[skip:])
         done = len(twins)
         self._seal_own(
@@ -275,10 +276,16 @@ class Planner:
         identity = self._new_identity(lease, new_local)
         if identity in self.state.sequences:
             return self.table(self.state.sequences[identity])
-        count = -(-tokens // self._block_tokens(sequence))
+        block_tokens = self._block_tokens(sequence)
+        count = -(-tokens // block_tokens)
         if tokens < 0 or count > len(sequence):
             raise InvalidArgument(
                 f"fork at {tokens} tokens: the sequence has only {len(sequence)} blocks"
+            )
+        if tokens // block_tokens > (sealed := self._sealed_count(sequence.rows)):
+            # Sealed later in one of the two sequences, they would be out of order in the other.
+            raise InvalidArgument(
+                f"fork at {tokens} tokens: block {sealed} is full but not sealed; seal it first"
             )
         opened = blank(1, Kind.SEQ_OPEN)
         opened["id"] = identity
@@ -418,11 +425,20 @@ class Planner:
         return first + int(unfit[0]) if len(unfit) else len(rows)
 
     def _copy_block(self, pool: int, row: I64, slots: I64) -> Flow[bool]:
-        """Copy-on-write: the payload of ``row`` into the first of ``slots``."""
+        """Copy-on-write: the payload of ``row`` (shape [1]) into the first of ``slots``.
+
+        False if the block is not there any more. Raises CorruptionError if it is damaged.
+        """
         blocks = self.state.blocks
-        source = blocks.slot[Tier.DEVICE][row].astype(np.int64)
-        moved: Moved = yield Move(pool, blocks.id[row], Tier.DEVICE, source, Tier.DEVICE, slots[:1])
-        return bool(moved.ok[0])
+        ids, place = blocks.id[row].copy(), blocks.slot[Tier.DEVICE][row].copy()
+        source = place.astype(np.int64)
+        moved: Moved = yield Move(pool, ids, Tier.DEVICE, source, Tier.DEVICE, slots[:1])
+        if moved.ok[0]:
+            return True
+        if blocks.id[row] == ids and blocks.slot[Tier.DEVICE][row] == place:
+            self.placement.counters.checksum_failures[Tier.DEVICE.label] += 1
+            raise CorruptionError("reserve: the block to be copied and written on is damaged")
+        return False
 
     def _extend(self, sequence: Sequence, keep: int, slots: I64) -> None:
         """Log ``len(slots)`` fresh blocks behind the first ``keep`` of the sequence."""
@@ -637,6 +653,13 @@ class Planner:
             and np.array_equal(blocks.hash_lo[rows], chain.lo)
         ):
             raise InvalidArgument("seal: a block of the sequence is sealed under another hash")
+
+    def _check_own(self, sequence: Sequence, first: int, count: int) -> None:
+        shared = np.flatnonzero(self.state.blocks.refs[sequence.rows[first : first + count]] > 1)
+        if len(shared):
+            raise InvalidArgument(
+                f"seal: block {first + int(shared[0])} is shared with a fork; reserve it first"
+            )
 
     def _log_sequence(self, kind: Kind, sequence: Sequence) -> None:
         records = blank(1, kind)
