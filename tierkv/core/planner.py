@@ -453,6 +453,7 @@ class Planner:
     def _twins(self, lease: int, local: int, at: int, chain: Chain) -> Flow[I64]:
         """Rows of cached blocks that are the same as the leading blocks of ``chain``, proven."""
         blocks = self.state.blocks
+        checked = False
         while True:
             sequence = self._active_sequence(lease, local)
             rows = self.state.index.get_prefix(chain.hi, chain.lo, blocks.hash_hi, blocks.hash_lo)
@@ -467,9 +468,15 @@ class Planner:
             rows = rows[: self._proven(rows, chain)]
             coming = [self.placement.arriving(row) for row in rows.tolist()]
             signal = next((one for one in coming if one is not None), None)
-            if signal is None:
-                return (yield from self._prove_on_disk(rows, chain))
-            yield Wait(signal)
+            if signal is not None:
+                yield Wait(signal)
+                continue
+            verified = self.placement.leading_verified(rows)
+            if verified < len(rows) and not checked:
+                yield from self.placement.check(rows, own_holds=0)
+                checked = True
+                continue
+            return (yield from self._prove_on_disk(rows[:verified], chain))
 
     def _prove_on_disk(self, rows: I64, chain: Chain) -> Flow[I64]:
         """Cut ``rows`` where a block that is only on disk has other tokens than ``chain``."""
