@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.core.world import World
+from tierkv.core.effects import Move, Wait
 from tierkv.core.ids import Tier
 from tierkv.core.invariants import check_invariants
 
@@ -92,4 +93,59 @@ def test_a_damaged_twin_that_somebody_has_mapped_is_replaced_for_the_others() ->
     assert np.array_equal(
         world.planner.table(world.planner.sequence(world.lease, 1)).slots, first.slots
     )
+    check_invariants(world.state)
+
+
+def test_a_begin_that_is_repeated_after_a_restart_is_checked_like_the_first() -> None:
+    world = World(8, 0, 0)
+    first = world.store(1, TOKENS[:8])
+    begin(world, 2, TOKENS[:8])
+    world.planner.release(world.lease, [1])
+    damage(world, first.slots[1])
+    restart(world)
+    assert len(begin(world, 2, TOKENS[:8]).slots) == 1
+    assert len(world.planner.sequence(world.lease, 2)) == 1
+    check_invariants(world.state)
+
+
+def test_a_worker_does_not_write_on_in_a_block_that_is_being_copied() -> None:
+    world = World(4, 4, 0)
+    world.run(world.planner.acquire(world.lease, world.namespace, 1, world.chain([])))
+    view = world.run(world.planner.reserve(world.lease, 1, 0, 4))
+    world.write(view.slots, 0, [b"half"])
+    world.planner.suspend(world.lease, 1)
+    rows = world.planner.sequence(world.lease, 1).rows
+    ids = world.state.blocks.id[rows].copy()
+    copying = world.placement.copy(Tier.DEVICE, Tier.HOST, rows, ids)
+    move = copying.send(None)
+    assert isinstance(move, Move)
+    resuming = world.planner.resume(world.lease, 1)
+    assert isinstance(resuming.send(None), Wait)
+    moved = world.tiers.perform(move)
+    for flow, result in ((copying, moved), (resuming, None)):
+        try:
+            flow.send(result)
+        except StopIteration:
+            continue
+        raise AssertionError("it goes on")
+    world.write(view.slots, 0, [b"more"])
+    world.planner.suspend(world.lease, 1)
+    world.store(2, OTHERS[:16])
+    world.planner.release(world.lease, [2])
+    view = world.run(world.planner.resume(world.lease, 1))
+    assert world.payload(view.slots, 0) == b"more"
+    check_invariants(world.state)
+
+
+def test_a_twin_with_the_same_payload_keeps_its_copies_below() -> None:
+    world = World(4, 0, 8)
+    world.store(1, TOKENS[:8])
+    world.planner.release(world.lease, [1])
+    view = begin(world, 2, [])
+    view = world.run(world.planner.reserve(world.lease, 2, 0, 16))
+    hi, lo = world.write(view.slots, 0, [repr(TOKENS[:4]).encode(), b"another run's rounding"])
+    world.run(world.planner.seal(world.lease, 2, 0, world.chain(TOKENS[:8]), hi, lo))
+    rows = world.planner.sequence(world.lease, 2).rows[:2]
+    assert world.state.blocks.has_copy(rows, Tier.DEVICE).tolist() == [True, True]
+    assert world.state.blocks.has_copy(rows, Tier.DISK).tolist() == [True, False]
     check_invariants(world.state)

@@ -399,8 +399,8 @@ class Placement:
     def _doubtful(self, rows: I64) -> I64:
         known = rows[rows < len(self._unverified)]
         blocks = self.state.blocks
-        known = known[self._unverified[known] == blocks.id[known]]
-        return known[blocks.has_copy(known, Tier.DEVICE)]
+        doubted = self._unverified[known] == blocks.id[known]
+        return np.asarray(known[doubted & blocks.has_copy(known, Tier.DEVICE)])
 
     def _no_longer_doubtful(self, rows: I64) -> None:
         self._unverified[rows[rows < len(self._unverified)]] = 0
@@ -479,6 +479,11 @@ class Placement:
         self.policies[tier].relist(rows[self.state.blocks.has_copy(rows, tier)])
         idle, self._idle[tier] = self._idle[tier], Signal()
         idle.set()
+
+    def until_unread(self, rows: I64) -> Flow[None]:
+        """Return when no move reads the device copies of these rows."""
+        while self._busy_of(Tier.DEVICE, rows).any():
+            yield Wait(self._idle[Tier.DEVICE])
 
     def drop_lower_copies(self, rows: I64, reason: str) -> None:
         """Copies below the device tier are gone. Mutates."""
