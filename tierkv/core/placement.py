@@ -91,7 +91,8 @@ class Placement:
         self._idle = {tier: Signal() for tier in Tier}
         self._making_room: dict[Tier, Signal | None] = dict.fromkeys(Tier)
         self._arriving: dict[int, Signal] = {}
-        self._unverified: Bool = np.zeros(0, np.bool_)
+        self._unverified: U64 = np.zeros(0, np.uint64)
+        """Per row: the block whose device copy outlived a daemon and was not checked yet, or 0."""
 
     # --- room -------------------------------------------------------------------------------------
 
@@ -227,6 +228,9 @@ class Placement:
             self.counters.evicted(tier.label, name, reason, int(count))
         records = self._records(Kind.DROP, rows, tier, slots)
         self.policies[tier].forget(rows)
+        if tier is Tier.DEVICE:
+            # Whatever takes its place was checked on its way.
+            self._no_longer_doubtful(rows)
         self.commit(records)
         if tier is not Tier.DISK and for_pool is not None:
             for pool in np.unique(pools[pools != for_pool]):
@@ -329,7 +333,8 @@ class Placement:
         """
         blocks = self.state.blocks
         ids = blocks.id[rows].copy()
-        yield from self._check(rows)
+        # One active holder is the request that asks, which has not got it yet.
+        yield from self.check(rows, own_holds=1)
         batch_max = MOVE_BATCH
         while True:
             lost = np.flatnonzero((blocks.id[rows] != ids) | ~blocks.has_any_copy(rows))
@@ -337,7 +342,7 @@ class Placement:
                 rows, ids = rows[: lost[0]], ids[: lost[0]]
             missing = np.flatnonzero(~blocks.has_copy(rows, Tier.DEVICE))
             if not len(missing):
-                return self._leading_verified(rows)
+                return self.leading_verified(rows)
             first = int(rows[missing[0]])
             if first in self._arriving:
                 yield Wait(self._arriving[first])
@@ -388,16 +393,24 @@ class Placement:
 
     def mark_unverified(self, rows: I64) -> None:
         """Device copies that outlived a daemon: checked before they are handed out. Mutates."""
-        self._unverified = np.zeros(len(self.state.blocks), np.bool_)
-        self._unverified[rows] = True
+        self._unverified = np.zeros(len(self.state.blocks), np.uint64)
+        self._unverified[rows] = self.state.blocks.id[rows]
 
     def _doubtful(self, rows: I64) -> I64:
         known = rows[rows < len(self._unverified)]
-        known = known[self._unverified[known]]
-        return known[self.state.blocks.has_copy(known, Tier.DEVICE)]
+        blocks = self.state.blocks
+        doubted = self._unverified[known] == blocks.id[known]
+        return np.asarray(known[doubted & blocks.has_copy(known, Tier.DEVICE)])
 
-    def _check(self, rows: I64) -> Flow[None]:
-        """Verify device copies from before the last restart."""
+    def _no_longer_doubtful(self, rows: I64) -> None:
+        self._unverified[rows[rows < len(self._unverified)]] = 0
+
+    def check(self, rows: I64, own_holds: int) -> Flow[None]:
+        """Verify device copies from before the last restart; damaged ones go.
+
+        Those that somebody else may have mapped stay, unverified. ``own_holds``: how many of the
+        active holders of each row are the caller.
+        """
         blocks = self.state.blocks
         for pool, members in self.state.by_pool(self._doubtful(rows)):
             for at in range(0, len(members), MOVE_BATCH):
@@ -406,14 +419,14 @@ class Placement:
                 slots = blocks.slot[Tier.DEVICE][part].astype(np.int64)
                 ok: Bool = yield Check(pool, ids, Tier.DEVICE, slots)
                 alive = self._still(part, ids, Tier.DEVICE)
-                self._unverified[part[alive & ok]] = False
+                self._no_longer_doubtful(part[alive & ok])
                 bad = part[alive & ~ok]
                 if len(bad):
                     self.counters.checksum_failures[Tier.DEVICE.label] += len(bad)
-                    # One active holder is the request that asks, which has not got it yet.
-                    self._drop(Tier.DEVICE, bad[blocks.active[bad] <= 1], "corrupt")
+                    self._drop(Tier.DEVICE, bad[blocks.active[bad] <= own_holds], "corrupt")
 
-    def _leading_verified(self, rows: I64) -> int:
+    def leading_verified(self, rows: I64) -> int:
+        """How many leading rows have no device copy that was never checked."""
         doubtful = np.isin(rows, self._doubtful(rows))
         return int(np.argmax(doubtful)) if doubtful.any() else len(rows)
 
@@ -466,6 +479,11 @@ class Placement:
         self.policies[tier].relist(rows[self.state.blocks.has_copy(rows, tier)])
         idle, self._idle[tier] = self._idle[tier], Signal()
         idle.set()
+
+    def until_unread(self, rows: I64) -> Flow[None]:
+        """Return when no move reads the device copies of these rows."""
+        while self._busy_of(Tier.DEVICE, rows).any():
+            yield Wait(self._idle[Tier.DEVICE])
 
     def drop_lower_copies(self, rows: I64, reason: str) -> None:
         """Copies below the device tier are gone. Mutates."""

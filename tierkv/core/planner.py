@@ -155,9 +155,9 @@ class Planner:
         self._pool(namespace)
         self._check_size(len(chain))
         identity = self._new_identity(lease, local)
-        if identity in self.state.sequences:
-            # Asked before: maybe by a worker whose daemon died on the way to the reply.
-            return (yield from self.resume(lease, local))
+        # Asked before, by a worker whose daemon died on the way to the reply: it begins anew, since
+        # nobody knows how far the first attempt came.
+        self.release(lease, [local])
         rows = self._match(namespace, chain.hi, chain.lo)
         rows = rows[: self._proven(rows, chain)]
         by_tier = self._best_tiers(rows)
@@ -165,11 +165,13 @@ class Planner:
         opened["id"] = identity
         opened["key"] = namespace
         self.placement.commit(np.concatenate([opened, push(identity, rows.astype(np.uint32))]))
+        sequence = self.state.sequences[identity]
         try:
             usable = yield from self._bring_leading(rows)
         except PoolExhausted:
             usable = self._leading_in_device(rows)
-        sequence = self.sequence(lease, local)
+        if self.state.sequences.get(identity) is not sequence:
+            raise UnknownSequence(f"sequence {local} ended while it was being begun")
         usable = min(usable, self._proven(rows[:usable], chain))
         if usable < len(rows):
             self._truncate(sequence, usable)
@@ -326,9 +328,12 @@ class Planner:
                 f"block {usable} of the sequence is lost; it keeps the {usable} before it",
                 blocks=usable,
             )
-        # The worker writes on in unsealed blocks: copies made of them are out of date.
+        # The worker writes on in unsealed blocks: copies made of them are out of date, and one
+        # that is being made would never be right.
+        yield from self.placement.until_unread(rows[self._sealed_count(rows) :])
+        sequence = self._active_sequence(lease, local)
         blocks = self.state.blocks
-        open_rows = rows[(blocks.flags[rows] & SEALED) == 0]
+        open_rows = sequence.rows[self._sealed_count(sequence.rows) :]
         self.placement.drop_lower_copies(open_rows, "stale")
         slots = blocks.slot[Tier.DEVICE][open_rows].astype(np.int64)
         pool = self._pool(sequence.namespace)
@@ -469,6 +474,7 @@ class Planner:
     def _twins(self, lease: int, local: int, at: int, chain: Chain) -> Flow[I64]:
         """Rows of cached blocks that are the same as the leading blocks of ``chain``, proven."""
         blocks = self.state.blocks
+        checked = False
         while True:
             sequence = self._active_sequence(lease, local)
             rows = self.state.index.get_prefix(chain.hi, chain.lo, blocks.hash_hi, blocks.hash_lo)
@@ -483,9 +489,15 @@ class Planner:
             rows = rows[: self._proven(rows, chain)]
             coming = [self.placement.arriving(row) for row in rows.tolist()]
             signal = next((one for one in coming if one is not None), None)
-            if signal is None:
-                return (yield from self._prove_on_disk(rows, chain))
-            yield Wait(signal)
+            if signal is not None:
+                yield Wait(signal)
+                continue
+            verified = self.placement.leading_verified(rows)
+            if verified < len(rows) and not checked:
+                yield from self.placement.check(rows, own_holds=0)
+                checked = True
+                continue
+            return (yield from self._prove_on_disk(rows[:verified], chain))
 
     def _prove_on_disk(self, rows: I64, chain: Chain) -> Flow[I64]:
         """Cut ``rows`` where a block that is only on disk has other tokens than ``chain``."""
@@ -531,7 +543,11 @@ class Planner:
             placed["tier"] = Tier.DEVICE
             placed["loc"] = slots[cold]
             placed["extra_hi"], placed["extra_lo"] = sum_hi[cold], sum_lo[cold]
-            records += [placed, *self._forget_lower(chosen)]
+            # Lower copies hold the payload of old: most often the same, for the same tokens.
+            differs = (sum_hi[cold] != blocks.sum_hi[chosen]) | (
+                sum_lo[cold] != blocks.sum_lo[chosen]
+            )
+            records += [placed, *self._forget_lower(chosen[differs])]
             part = Chain(chain.hi[cold], chain.lo[cold], chain.tokens[cold], chain.extras[cold])
             parents = blocks.parent[chosen]
             self._fill(sequence, slots[cold], chosen, parents, part, sum_hi[cold], sum_lo[cold])
@@ -541,7 +557,7 @@ class Planner:
             self.sealed.append((chosen, blocks.id[chosen].copy()))
 
     def _forget_lower(self, rows: I64) -> list[Records]:
-        """DROP records of all copies below the device tier: they hold an older payload."""
+        """DROP records of all copies below the device tier."""
         blocks = self.state.blocks
         dropped = []
         for tier in (Tier.HOST, Tier.DISK):
