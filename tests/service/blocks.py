@@ -54,18 +54,28 @@ def check(
     assert np.array_equal(held(sequence, ns)[: len(expected)], expected)
 
 
+def grow(
+    ns: Any, sequence: Any, ids: np.ndarray, extra_keys: Sequence[bytes | None] | None = None
+) -> None:
+    """Compute and append further tokens, from a block boundary on."""
+    first = sequence.num_tokens // ns.spec.block_tokens
+    wanted = payloads(ns.spec, np.concatenate([sequence.tokens, ids]), extra_keys)[first:]
+    sequence.reserve(len(ids))
+    slots = sequence.block_table[first : first + len(wanted)]
+    ns.pool[slots, : ns.spec.block_bytes] = wanted
+    sequence.append(ids)
+
+
 def fill(ns: Any, ids: np.ndarray, extra_keys: Sequence[bytes | None] | None = None) -> Any:
     """A sequence with all these tokens: the cached part is checked, the rest is computed."""
     sequence = ns.begin(ids, keep=0, extra_keys=extra_keys)
-    check(ns, sequence, extra_keys)
-    first = sequence.num_tokens // ns.spec.block_tokens
-    rest = ids[sequence.num_tokens :]
-    if len(rest):
-        sequence.reserve(len(rest))
-        wanted = payloads(ns.spec, ids, extra_keys)[first:]
-        slots = sequence.block_table[first : first + len(wanted)]
-        ns.pool[slots, : ns.spec.block_bytes] = wanted
-        sequence.append(rest)
+    try:
+        check(ns, sequence, extra_keys)
+        if sequence.num_tokens < len(ids):
+            grow(ns, sequence, ids[sequence.num_tokens :], extra_keys)
+    except BaseException:
+        sequence.end()
+        raise
     return sequence
 
 
