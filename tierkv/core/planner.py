@@ -126,6 +126,7 @@ class Planner:
     def lookup(self, namespace: int, hi: U64, lo: U64) -> tuple[int, int, int]:
         """Leading blocks that are cached, by the best tier each is in. Touches nothing."""
         self._pool(namespace)
+        self._check_size(len(hi))
         rows = self._match(namespace, hi, lo)
         return self._count_tiers(rows)
 
@@ -638,12 +639,14 @@ class Planner:
     def _new_identity(self, lease: int, local: int) -> int:
         if not 1 <= local < LOCAL_MAX:
             raise InvalidArgument(f"sequence number {local}: it must be 1 to {LOCAL_MAX - 1}")
-        if len(self.state.lease_sequences[lease]) >= self.limits.sequences:
+        identity = sequence_id(lease, local)
+        known = identity in self.state.sequences
+        if not known and len(self.state.lease_sequences[lease]) >= self.limits.sequences:
             raise LimitExceeded(
                 f"a lease may hold {self.limits.sequences} sequences; end some first",
                 limit=self.limits.sequences,
             )
-        return sequence_id(lease, local)
+        return identity
 
     def _check_size(self, blocks: int) -> None:
         if blocks > self.limits.blocks_per_request:

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from tierkv_wal import WalWriter
 
 from tierkv.core.state import State
-from tierkv.errors import TierFailed, TierFull
 from tierkv.service.journal import Journal
 from tierkv.service.snapshot import index_changes
 from tierkv.tiers.disk import DiskTier
@@ -80,7 +79,8 @@ class Checkpointer:
             loop = asyncio.get_running_loop()
             try:
                 await loop.run_in_executor(self._thread, self._write, content, lsn)
-            except (TierFull, TierFailed, OSError):
+            except BaseException:
+                # Also when cancelled: whether the thread got to it is not known.
                 self._state.put_back(changes)
                 raise
             self.last_lsn = lsn

@@ -24,7 +24,7 @@ from tierkv.core.placement import Placement
 from tierkv.core.planner import Limits, Planner
 from tierkv.core.policy import Lru
 from tierkv.core.records import Records
-from tierkv.errors import ConfigError, TierFailed, TierFull, TierkvError
+from tierkv.errors import ConfigError, NotReady, TierFailed, TierFull, TierkvError
 from tierkv.obs.exporter import Exporter
 from tierkv.obs.metrics import Metrics
 from tierkv.obs.status import StatusDocument, to_plain
@@ -52,6 +52,8 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_IO = 74
 """The log could not be written (EX_IOERR): what the disk holds is unknown until recovery."""
+EXIT_NOT_READY = 75
+"""Another process holds the store: try again when it has ended (EX_TEMPFAIL)."""
 EXIT_CONFIG = 78
 
 TICK_S = 0.1
@@ -71,6 +73,9 @@ def run(config: Config) -> int:
     except ConfigError as error:
         log.error("%s", error)
         return EXIT_CONFIG
+    except NotReady as error:
+        log.error("%s", error)
+        return EXIT_NOT_READY
     except TierkvError as error:
         log.error("%s", error)
         return EXIT_FAILED
@@ -101,11 +106,16 @@ class _Daemon:
         self._metrics = Metrics(self._document, self._counters)
 
     async def run(self) -> int:
-        config = self._config
         self._handle_signals()
-        inherited = inherited_socket(os.environ)
-        listening = inherited or _own_socket(config)
-        directory = StateDirectory.open(Path(config.server.state_dir))
+        with contextlib.ExitStack() as leaving:
+            directory = StateDirectory.open(Path(self._config.server.state_dir))
+            leaving.callback(directory.close)
+            listening = _listening_socket(self._config, leaving)
+            await self._recover_and_serve(directory, listening)
+        self._lifecycle.enter(DaemonState.STOPPED)
+        return self._exit_code
+
+    async def _recover_and_serve(self, directory: StateDirectory, listening: socket.socket) -> None:
         exporter = Exporter(
             exposition=self._metrics.exposition,
             status=lambda: to_plain(self._document()),
@@ -113,22 +123,17 @@ class _Daemon:
         )
         try:
             self._lifecycle.enter(DaemonState.RECOVERING)
-            await _start_exporter(exporter, config)
+            await _start_exporter(exporter, self._config)
             # Recovery runs on the main thread: nothing else may run before it is done, and
             # clients that connect meanwhile wait in the socket's backlog.
-            recovered = recover(config, directory, self._progress)
-            await self._serve(recovered, listening)
+            recovered = recover(self._config, directory, self._progress)
+            await self._serve(recovered, listening, exporter.tcp_port)
         finally:
             await exporter.close()
-            listening.close()
-            if inherited is None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(config.server.socket)
-            directory.close()
-        self._lifecycle.enter(DaemonState.STOPPED)
-        return self._exit_code
 
-    async def _serve(self, recovered: Recovered, listening: socket.socket) -> None:
+    async def _serve(
+        self, recovered: Recovered, listening: socket.socket, metrics_port: int
+    ) -> None:
         config, state = self._config, recovered.state
         power = config.wal.durability == "power"
         journal = Journal(
@@ -213,7 +218,7 @@ class _Daemon:
         gc.collect()
         gc.freeze()
         self._lifecycle.enter(DaemonState.SERVING)
-        self._announce(recovered)
+        self._announce(recovered, metrics_port)
         await self._until_stopped(
             listener.serve(), engine.write_behind(), self._tick(recovered, checkpointer)
         )
@@ -250,7 +255,6 @@ class _Daemon:
             expected = loop.time() + TICK_S
             await asyncio.sleep(TICK_S)
             self._counters.event_loop_lag_s = max(0.0, loop.time() - expected)
-            self._counters.wal_bytes = recovered.writer.bytes_written
             if checkpointer.due(wal.checkpoint_bytes, wal.checkpoint_s):
                 try:
                     await checkpointer.run()
@@ -258,7 +262,6 @@ class _Daemon:
                     log.error("checkpoint failed, the log keeps everything: %s", error)
                     await asyncio.sleep(1.0)
                 else:
-                    self._counters.checkpoint_timestamp_s = checkpointer.last_unix_s
                     await self._note_status()
             with contextlib.suppress(OSError):
                 # Without a spare the next rotation makes its segment itself.
@@ -298,17 +301,25 @@ class _Daemon:
             from tierkv import __version__
 
             return StatusDocument(version=__version__, state=self._lifecycle.state.value)
+        self._read_counters(self._reader)
         return self._reader.document()
+
+    def _read_counters(self, reader: StatusReader) -> None:
+        """What the log and the checkpoints count themselves."""
+        self._counters.wal_bytes = reader.writer.bytes_written
+        self._counters.wal_frames = reader.writer.frames_written
+        self._counters.checkpoint_timestamp_s = reader.checkpointer.last_unix_s
 
     def _progress(self, what: str) -> None:
         self._notifier.send(f"STATUS=recovering: {what}")
 
-    def _announce(self, recovered: Recovered) -> None:
+    def _announce(self, recovered: Recovered, metrics_port: int) -> None:
         report = recovered.report
         log.info(
             "serving",
             extra={
                 "socket": self._config.server.socket,
+                "metrics_port": metrics_port,
                 "epoch": recovered.state.epoch,
                 "blocks": report.blocks,
                 "recovery_s": round(report.duration_s, 3),
@@ -332,8 +343,17 @@ class _Daemon:
         self._stop.set()
 
 
-def _own_socket(config: Config) -> socket.socket:
-    path = Path(config.server.socket)
+def _listening_socket(config: Config, leaving: contextlib.ExitStack) -> socket.socket:
+    """The inherited socket, or our own, whose file is removed on leaving."""
+    listening = inherited_socket(os.environ)
+    if listening is None:
+        listening = _own_socket(Path(config.server.socket))
+        leaving.callback(Path(config.server.socket).unlink, missing_ok=True)
+    leaving.callback(listening.close)
+    return listening
+
+
+def _own_socket(path: Path) -> socket.socket:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -361,7 +381,10 @@ async def _drain(engine: Engine, checkpointer: Checkpointer) -> None:
     try:
         async with asyncio.timeout(DRAIN_S):
             behind = asyncio.ensure_future(engine.write_behind())
-            await engine.everything_written()
+            try:
+                await engine.everything_written()
+            except TierFailed as error:
+                log.warning("stopping with blocks that are only in RAM: %s", error)
             behind.cancel()
             await checkpointer.run()
     except (TimeoutError, TierkvError, OSError) as error:

@@ -14,7 +14,7 @@ import numpy as np
 from tierkv.core.effects import Flow
 from tierkv.core.ids import U32, U64, Tier
 from tierkv.core.planner import Chain, Planner, TableView
-from tierkv.errors import InvalidArgument, TierkvError, UnknownNamespace
+from tierkv.errors import InvalidArgument, TierFailed, TierkvError, UnknownNamespace
 from tierkv.rpc import messages as m
 from tierkv.rpc.connection import Connection
 from tierkv.rpc.wire import failure
@@ -247,10 +247,14 @@ class Sessions:
         message: m.Attend,
         done: Callable[[m.Message | TierkvError], None],
     ) -> None:
-        self._check_open(session, message.namespace)
-        if session.scratch is None:
-            session.scratch = mmap.mmap(connection.scratch_fd, connection.scratch_bytes)
-        job = self._attention.prepare(session.lease, message, session.scratch)
+        try:
+            self._check_open(session, message.namespace)
+            if session.scratch is None:
+                session.scratch = mmap.mmap(connection.scratch_fd, connection.scratch_bytes)
+            job = self._attention.prepare(session.lease, message, session.scratch)
+        except TierkvError as error:
+            done(error)
+            return
 
         async def attend() -> None:
             loop = asyncio.get_running_loop()
@@ -269,6 +273,8 @@ class Sessions:
             await self._checkpoint()
         except TierkvError as error:
             done(error)
+        except OSError as error:
+            done(TierFailed(f"flush: the checkpoint failed: {error}", tier=Tier.DISK.label))
         else:
             done(m.Done())
 
