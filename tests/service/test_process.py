@@ -184,6 +184,7 @@ def test_a_second_signal_ends_it_at_once(manager: Manager) -> None:
         store(ns, ids)
         daemon.signal(signal.SIGTERM)
         manager.wait_for("STOPPING=1")
+        assert daemon.get("/readyz") == (503, "draining\n")
         daemon.signal(signal.SIGTERM)
         assert daemon.wait() == 1
         assert daemon.socket.exists()
