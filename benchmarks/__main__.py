@@ -29,7 +29,10 @@ ROUNDS, ROUNDS_QUICK = 5, 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if unknown := set(options.workloads) - set(WORKLOADS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(WORKLOADS)}")
     folder = Path(tempfile.mkdtemp(prefix="tierkv-bench-", dir=options.dir))
     bench = Bench(
         folder,
