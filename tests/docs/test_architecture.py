@@ -102,8 +102,8 @@ def test_every_durability_and_tier_has_its_row() -> None:
     modes = {row[0].split("`")[1] for row in rows(durability)[2:]}
     assert modes == set(settings()["wal.durability"].choices)
     assert f"`{Wal().durability}` (default)" in durability
-    first_cells = [row[0] for row in rows(section("Tiers, and how a copy moves"))]
-    assert [first_cells.count(tier.label) for tier in Tier] == [2, 2, 2]
+    tiers = [row[0] for row in rows(section("Tiers, and how a copy moves"))[2:]]
+    assert tiers[: len(Tier)] == [tier.label for tier in Tier]
 
 
 def test_every_word_that_matters_is_explained() -> None:
