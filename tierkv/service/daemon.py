@@ -146,7 +146,7 @@ class _Daemon:
         )
         placement = Placement(
             state,
-            ArenaTables(recovered.arenas),
+            ArenaTables(recovered.arenas, journal.write_freed),
             {tier: Lru() for tier in Tier},
             journal.commit,
             self._counters,

@@ -17,8 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from tierkv_wal import WalDead, WalWriter
 
-from tierkv.core.records import Records
+from tierkv.core.records import Kind, Records
 from tierkv.core.state import State
+
+_FREES_SLOTS = np.zeros(256, np.bool_)
+"""By record type: whether a slot may be free after it that was not before."""
+
+_FREES_SLOTS[
+    [Kind.LEASE_CLOSE, Kind.SEQ_SWAP, Kind.SEQ_TRUNCATE, Kind.SEQ_CLOSE, Kind.SEAL, Kind.DROP]
+] = True
 
 
 class Journal:
@@ -45,6 +52,7 @@ class Journal:
         self._on_sync = on_sync
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._flush_scheduled = False
+        self._frees_slots = False
         self._syncing = False
         self._dead = False
         self._sync_thread = ThreadPoolExecutor(1, "tierkv-wal-sync")
@@ -57,6 +65,7 @@ class Journal:
         except (OSError, WalDead) as error:
             self._die(error)
             return
+        self._frees_slots |= bool(_FREES_SLOTS[records["type"]].any())
         self._schedule_flush()
 
     def release(self, reply: Callable[[], None]) -> None:
@@ -82,6 +91,15 @@ class Journal:
             self._waiting.append((self._writer.written_lsn, synced.set))
             self._start_sync()
             await synced.wait()
+
+    def write_freed(self) -> None:
+        """Write the turn's frame so far, if it frees slots: one is about to be used again.
+
+        A slot of a RAM tier outlives the process as the frame does, so written is enough, whatever
+        the durability. Else a crash could lose the record and find another block in the slot.
+        """
+        if self._frees_slots:
+            self._flush()
 
     def flush(self) -> int:
         """Write the turn's frame now; returns the LSN up to which the log is written."""
@@ -110,7 +128,7 @@ class Journal:
             loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._flush_scheduled = False
+        self._flush_scheduled = self._frees_slots = False
         if self._dead:
             return
         try:

@@ -24,8 +24,8 @@ from tierkv.config.schema import Config
 from tierkv.core.blocks import SEALED
 from tierkv.core.ids import I64, RAM_TIERS, Bool, Tier
 from tierkv.core.invariants import check_invariants
-from tierkv.core.records import RECORD, Kind, blank
-from tierkv.core.state import State
+from tierkv.core.records import RECORD, Kind, Records, blank
+from tierkv.core.state import Sequence, State
 from tierkv.errors import ConfigError, CorruptionError, InvariantViolation
 from tierkv.service.process import boot_id, is_alive
 from tierkv.service.snapshot import index_changes, restore
@@ -35,6 +35,7 @@ from tierkv.tiers.copy import check_entries
 from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.index import Index
 from tierkv.tiers.sizes import slot_bytes
+from tierkv.tiers.tables import ArenaTables
 
 log = logging.getLogger(__name__)
 
@@ -195,6 +196,7 @@ def _rebuild(
     before = len(state.live_rows())
     arenas = _open_arenas(config, stored, state)
     _undo(state, budgets, arenas, report)
+    _reopen(state, arenas)
     state.resize(budgets)
     state.reindex()
     check_invariants(state)
@@ -292,11 +294,42 @@ def _undo(
             cut = blank(1, Kind.SEQ_TRUNCATE)
             cut["id"], cut["loc"] = sequence.id, lost[0]
             state.apply(cut)
+        if not sequence.suspended:
+            _drop_stale_copies(state, sequence)
         if not sequence.suspended and not state.blocks.has_copy(sequence.rows, Tier.DEVICE).all():
             # It died while blocks were coming up; its worker asks again.
             suspended = blank(1, Kind.SEQ_SUSPEND)
             suspended["id"] = sequence.id
             state.apply(suspended)
+
+
+def _reopen(state: State, arenas: dict[Tier, Arena]) -> None:
+    """Name unsealed blocks in their entries, without checksum: their workers write on in them."""
+    rows = state.live_rows()
+    rows = rows[(state.blocks.flags[rows] & SEALED) == 0]
+    rows = rows[(state.blocks.active[rows] > 0) & state.blocks.has_copy(rows, Tier.DEVICE)]
+    for pool, members in state.by_pool(rows):
+        slots = state.blocks.slot[Tier.DEVICE][members].astype(np.int64)
+        ArenaTables(arenas).open(Tier.DEVICE, pool, slots, state.blocks.id[members])
+
+
+def _drop_stale_copies(state: State, sequence: Sequence) -> None:
+    """A worker may have written on in unsealed blocks: only their device copies count."""
+    rows = sequence.rows
+    rows = rows[(state.blocks.flags[rows] & SEALED) == 0]
+    rows = rows[state.blocks.has_copy(rows, Tier.DEVICE)]
+    for tier in (Tier.HOST, Tier.DISK):
+        here = rows[state.blocks.has_copy(rows, tier)]
+        state.apply(_drops(state, tier, here))
+
+
+def _drops(state: State, tier: Tier, rows: I64) -> Records:
+    dropped = blank(len(rows), Kind.DROP)
+    dropped["key"] = rows
+    dropped["id"] = state.blocks.id[rows]
+    dropped["tier"] = tier
+    dropped["loc"] = state.blocks.slot[tier][rows]
+    return dropped
 
 
 def _drop_lost_copies(
@@ -315,13 +348,7 @@ def _drop_lost_copies(
             sound &= _entries_agree(state, tier, arenas.get(tier), pool, members, sound)
         report.tiers[tier].kept += int(np.count_nonzero(sound))
         report.tiers[tier].dropped += int(np.count_nonzero(~sound))
-        lost = members[~sound]
-        dropped = blank(len(lost), Kind.DROP)
-        dropped["key"] = lost
-        dropped["id"] = state.blocks.id[lost]
-        dropped["tier"] = tier
-        dropped["loc"] = slots[~sound]
-        state.apply(dropped)
+        state.apply(_drops(state, tier, members[~sound]))
 
 
 def _entries_agree(
@@ -335,9 +362,13 @@ def _entries_agree(
     blocks = state.blocks
     slots = blocks.slot[tier][rows[chosen]]
     ids = blocks.id[rows[chosen]]
-    agrees = check_entries(arena, pool, slots, ids)
     entries = arena.table(pool)[slots]
     sealed = (blocks.flags[rows[chosen]] & SEALED) != 0
+    if tier is Tier.DEVICE:
+        # It died sealing: the entry has the name of a cached twin already, the log has not. The
+        # payload is still what the worker wrote.
+        ids = np.where(sealed, ids, entries["id"])
+    agrees = check_entries(arena, pool, slots, ids)
     same_sum = entries["sum_hi"] == blocks.sum_hi[rows[chosen]]
     same_sum &= entries["sum_lo"] == blocks.sum_lo[rows[chosen]]
     good[chosen] = agrees & (same_sum | ~sealed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -13,10 +13,19 @@ from tierkv.tiers.entry import make_entries
 
 
 class ArenaTables:
-    """``core.placement.SlotTables`` over the arenas of the RAM tiers."""
+    """``core.placement.SlotTables`` over the arenas of the RAM tiers.
 
-    def __init__(self, arenas: Mapping[Tier, Arena]) -> None:
+    ``before_reuse`` is called before a slot that was free gets another content.
+
+    Crash: what lies in the arenas outlives the process, so the records that freed a slot must be
+    written before its entry is. ``before_reuse`` sees to that.
+    """
+
+    def __init__(
+        self, arenas: Mapping[Tier, Arena], before_reuse: Callable[[], None] = lambda: None
+    ) -> None:
         self._arenas = arenas
+        self._before_reuse = before_reuse
 
     def tokens(self, tier: Tier, pool: int, slots: I64) -> U32:
         """See SlotTables."""
@@ -46,6 +55,7 @@ class ArenaTables:
 
     def open(self, tier: Tier, pool: int, slots: I64, ids: U64) -> None:
         """See SlotTables."""
+        self._before_reuse()
         arena = self._arenas[tier]
         arena.table(pool)[slots] = make_entries(
             ids=ids,
@@ -59,4 +69,5 @@ class ArenaTables:
 
     def punch(self, tier: Tier, pool: int, slots: I64) -> None:
         """See SlotTables."""
+        self._before_reuse()
         self._arenas[tier].punch(pool, slots.astype(np.uint32))
