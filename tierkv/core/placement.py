@@ -226,6 +226,9 @@ class Placement:
             name = Tier(to).label if to < len(Tier) else GONE
             self.counters.evicted(tier.label, name, reason, int(count))
         records = self._records(Kind.DROP, rows, tier, slots)
+        if tier is Tier.DEVICE:
+            # Should the block come back, it comes verified.
+            self._unverified[rows[rows < len(self._unverified)]] = False
         self.policies[tier].forget(rows)
         self.commit(records)
         if tier is not Tier.DISK and for_pool is not None:
@@ -394,7 +397,11 @@ class Placement:
     def _doubtful(self, rows: I64) -> I64:
         known = rows[rows < len(self._unverified)]
         known = known[self._unverified[known]]
-        return known[self.state.blocks.has_copy(known, Tier.DEVICE)]
+        blocks = self.state.blocks
+        # A row may have been given to a new block since: an open one has nothing to compare with.
+        known = known[(blocks.flags[known] & SEALED) != 0]
+        doubtful: I64 = known[blocks.has_copy(known, Tier.DEVICE)]
+        return doubtful
 
     def _check(self, rows: I64) -> Flow[None]:
         """Verify device copies from before the last restart."""

@@ -139,11 +139,15 @@ class Engine:
             self._after_step()
             done(stop.value)
             return
-        except InvariantViolation:
+        except InvariantViolation as error:
+            self.on_broken(error)
             raise
         except TierkvError as error:
             done(error)
             return
+        except Exception as error:
+            self.on_broken(error)
+            raise
         task = asyncio.get_running_loop().create_task(self._finish(flow, effect, done))
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
@@ -231,25 +235,27 @@ class Engine:
                 continue
             self._put_behind(rows, ids)
 
-    def sealing(self, flow: Flow[T]) -> Flow[T]:
-        """A seal that, with durability "power", ends only when its blocks are on disk.
+    def sealing(self, flow: Flow[T], lease: int, local: int, first: int, count: int) -> Flow[T]:
+        """A seal of ``count`` blocks that, with durability "power", ends when they are on disk.
 
-        Raises TierFailed if the disk did not take them: they are sealed and survive the daemon's
-        death, but not the machine's. The worker may ask again.
+        That goes for blocks that were sealed or cached before, too: the reply promises all of
+        them. Raises TierFailed if the disk did not take them: they are sealed and survive the
+        daemon's death, but not the machine's. The worker may ask again.
         """
         result = yield from flow
         if self._durable_seal:
-            sealed, self.planner.sealed = self.planner.sealed, []
+            self.planner.sealed = []
             placement, blocks = self.planner.placement, self.planner.state.blocks
-            for rows, ids in sealed:
-                yield from placement.clean_down(rows, ids)
-                alive = blocks.id[rows] == ids
-                if not blocks.has_copy(rows[alive], Tier.DISK).all():
-                    raise TierFailed(
-                        "the blocks are sealed but the disk tier did not take them; see the "
-                        "daemon's log for why",
-                        tier=Tier.DISK.label,
-                    )
+            rows = self.planner.sequence(lease, local).rows[first : first + count]
+            ids = blocks.id[rows].copy()
+            yield from placement.clean_down(rows, ids)
+            alive = blocks.id[rows] == ids
+            if not blocks.has_copy(rows[alive], Tier.DISK).all():
+                raise TierFailed(
+                    "the blocks are sealed but the disk tier did not take them; see the "
+                    "daemon's log for why",
+                    tier=Tier.DISK.label,
+                )
         return result
 
     def write_all_behind(self) -> None:
