@@ -142,11 +142,15 @@ class Engine:
             self._after_step()
             done(stop.value)
             return
-        except InvariantViolation:
+        except InvariantViolation as error:
+            self.on_broken(error)
             raise
         except TierkvError as error:
             done(error)
             return
+        except Exception as error:
+            self.on_broken(error)
+            raise
         task = asyncio.get_running_loop().create_task(self._finish(flow, effect, done))
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
