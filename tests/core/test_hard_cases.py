@@ -70,3 +70,15 @@ def test_a_damaged_block_that_must_be_copied_is_an_error_not_an_endless_try() ->
         flow.send(world.tiers.perform(move))
     check_invariants(world.state)
     assert world.state.slots[Tier.DEVICE, 0].held_count == 0
+
+
+def test_a_damaged_block_that_somebody_has_mapped_is_no_hit_when_the_device_tier_is_full() -> None:
+    world = World(3, 4, 0)
+    world.store(1, TOKENS[:8])
+    world.planner.release(world.lease, [1])
+    world.store(2, OTHER[:8])
+    view = begin(world, 3, TOKENS[:4])
+    assert len(view.slots) == 1
+    world.placement.mark_unverified(world.state.live_rows())
+    world.tiers.at(Tier.DEVICE, 0, view.slots[0]).payload = b"rot"
+    assert len(begin(world, 4, TOKENS[:8]).slots) == 0
