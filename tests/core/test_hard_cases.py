@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from world import World
 
 from tierkv.core.ids import Tier
 from tierkv.core.invariants import check_invariants
+from tierkv.core.state import State
 from tierkv.errors import CorruptionError, InvalidArgument
 
 TOKENS = list(range(1000, 1040))
@@ -82,3 +84,23 @@ def test_a_damaged_block_that_somebody_has_mapped_is_no_hit_when_the_device_tier
     world.placement.mark_unverified(world.state.live_rows())
     world.tiers.at(Tier.DEVICE, 0, view.slots[0]).payload = b"rot"
     assert len(begin(world, 4, TOKENS[:8]).slots) == 0
+
+
+@pytest.mark.parametrize("commits", [1, 3, 10_000])
+def test_replay_does_not_care_how_commits_were_put_into_frames(commits: int) -> None:
+    world = World(4, 2, 8)
+    for local in range(1, 12):
+        world.store(local, [local % 3 * 10 + token for token in range(12)])
+        if local % 2:
+            world.planner.suspend(world.lease, local)
+        else:
+            world.planner.release(world.lease, [local])
+    replayed = State(world.budgets, lambda _tier, shape: shape.block_bytes)
+    for at in range(0, len(world.log), commits):
+        replayed.apply(np.concatenate(world.log[at : at + commits]))
+    check_invariants(replayed)
+    rows = world.state.live_rows()
+    assert np.array_equal(rows, replayed.live_rows())
+    assert np.array_equal(world.state.blocks.export(rows), replayed.blocks.export(rows))
+    for name, sequence in world.state.sequences.items():
+        assert np.array_equal(sequence.rows, replayed.sequences[name].rows)
