@@ -39,20 +39,7 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-WITH_PENDING_LINKS = [
-    pytest.param(
-        page,
-        marks=pytest.mark.xfail(
-            name(page) == "README.md",
-            reason="links to docs/BENCHMARKS.md, which is being written",
-            strict=True,
-        ),
-    )
-    for page in PAGES
-]
-
-
-@pytest.mark.parametrize("page", WITH_PENDING_LINKS, ids=[name(page) for page in PAGES])
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_relative_links_lead_somewhere(page: Path) -> None:
     for target in _LINK.findall(prose(page)):
         if re.match(r"[a-z]+:", target):

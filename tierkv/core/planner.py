@@ -173,7 +173,7 @@ class Planner:
         try:
             usable = yield from self._bring_leading(rows)
         except PoolExhausted:
-            usable = self._leading_in_device(rows)
+            usable = min(self._leading_in_device(rows), self.placement.leading_verified(rows))
         if self.state.sequences.get(identity) is not sequence:
             raise UnknownSequence(f"sequence {local} ended while it was being begun")
         usable = min(usable, self._proven(rows[:usable], chain))
