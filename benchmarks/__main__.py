@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -29,7 +30,10 @@ ROUNDS, ROUNDS_QUICK = 5, 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if unknown := set(options.workloads) - set(WORKLOADS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(WORKLOADS)}")
     folder = Path(tempfile.mkdtemp(prefix="tierkv-bench-", dir=options.dir))
     bench = Bench(
         folder,
@@ -40,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.profile:
         options.profile.mkdir(parents=True, exist_ok=True)
     lines: list[Line] = []
+    # So that no daemon is left running: every ``with`` ends on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     try:
         machine = report.describe_machine(folder)
         document = report.document(lines, machine, quick=bench.quick, rounds=bench.rounds)

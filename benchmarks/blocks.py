@@ -18,6 +18,11 @@ LARGE = KVSpec(model="720-kib-blocks", layers=30, kv_heads=3, head_dim=64)
 """The latter is SmolLM2-135M in float32."""
 
 
+def specs(bench: Bench) -> list[KVSpec]:
+    """The geometries to measure."""
+    return [SMALL] if bench.quick else [SMALL, LARGE]
+
+
 def label(spec: KVSpec) -> str:
     """Size of the spec's blocks, for a line's name."""
     return f"{spec.block_bytes >> 10}k"

@@ -18,7 +18,7 @@ from tierkv.tiers.sizes import slot_bytes
 
 def run(bench: Bench) -> Iterator[Line]:
     """Two prompts take turns in a device tier that has room for one of them."""
-    for spec in (blocks.SMALL, blocks.LARGE):
+    for spec in blocks.specs(bench):
         yield _from_host(bench, spec)
         yield from _from_disk(bench, spec)
 

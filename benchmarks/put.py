@@ -14,7 +14,7 @@ BATCHES_RESIDENT = 4
 
 def run(bench: Bench) -> Iterator[Line]:
     """With small and with large blocks."""
-    for spec in (blocks.SMALL, blocks.LARGE):
+    for spec in blocks.specs(bench):
         yield _with(bench, spec)
 
 

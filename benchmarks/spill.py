@@ -20,7 +20,7 @@ BATCHES_ON_DISK = 3
 
 def run(bench: Bench) -> Iterator[Line]:
     """With small and with large blocks."""
-    for spec in (blocks.SMALL, blocks.LARGE):
+    for spec in blocks.specs(bench):
         yield _with(bench, spec)
 
 

@@ -188,14 +188,14 @@ def test_the_daemons_table_is_adopted(daemon, client, ns):
     daemon.stop()
     held = daemon.held()[1]
     moved = daemon.take_slot()
-    daemon.drop(held.slots[2:])
-    held.slots[2] = moved
+    daemon.drop(held.slots[1:2])
+    held.slots[1] = moved
     daemon.start()
     client.stat()
-    assert sequence.block_table[2] == moved
+    assert sequence.block_table[1] == moved
 
 
-@pytest.mark.parametrize("harm", ["a block", "a seal", "all"])
+@pytest.mark.parametrize("harm", ["a block", "a seal", "the tail's place", "activity", "all"])
 def test_a_sequence_of_which_the_daemon_lacks_something_is_lost(daemon, client, ns, harm):
     sequence, other = ns.begin([]), ns.begin([])
     fill(ns, sequence, PROMPT)
@@ -206,6 +206,10 @@ def test_a_sequence_of_which_the_daemon_lacks_something_is_lost(daemon, client, 
         held.slots.pop()
     elif harm == "a seal":
         held.sealed -= 1
+    elif harm == "the tail's place":
+        held.slots[2] = daemon.take_slot()
+    elif harm == "activity":
+        held.suspended = True
     else:
         (lease,) = daemon.leases.values()
         del lease.sequences[1]
@@ -214,6 +218,22 @@ def test_a_sequence_of_which_the_daemon_lacks_something_is_lost(daemon, client, 
     with pytest.raises(LeaseLost):
         sequence.reserve(1)
     assert list(daemon.held()) == [2]
+
+
+def test_writing_does_not_go_on_in_blocks_that_the_daemon_took_back(daemon, client, ns):
+    # With durability "none" it may have lost that this truncated sequence got a block of its own.
+    sequence, other = ns.begin([]), ns.begin([])
+    fill(ns, sequence, PROMPT)
+    held = daemon.held()[1]
+    sealed, slots = held.sealed, list(held.slots)
+    sequence.truncate(6)
+    fill(ns, sequence, [99])
+    daemon.stop()
+    held.sealed, held.slots = sealed, slots
+    daemon.start()
+    fill(ns, other, [1])
+    with pytest.raises(LeaseLost):
+        sequence.reserve(1)
 
 
 def test_a_sequence_that_nobody_here_knows_is_released(daemon, client, ns):

@@ -65,6 +65,8 @@ class SequenceCore:
         self.suspended = False
         self.lost = False
         self.ended = False
+        self._asked_to_seal = 0
+        self._asked_to_suspend = False
         self._tokens: U32 = np.empty(TOKENS_MIN, np.uint32)
         self._hashes = bytearray()
         self._extras: U64 = np.empty(0, np.uint64)
@@ -144,14 +146,25 @@ class SequenceCore:
         self.suspended = suspended
 
     def take_up(self, state: SequenceState) -> bool:
-        """Adopt what a daemon that came back holds; False if that is less than it acknowledged."""
+        """Adopt what a daemon that came back holds; False if that is not what it acknowledged.
+
+        It may have got further than it could say: sealed, with a twin in a block's place, or
+        suspended. But it may also have lost its last acknowledgements (durability "none"); then
+        what was written since lies in slots that are not this sequence's.
+        """
+        slots = np.frombuffer(state.slots, "<u4")
         if (
             self.lost
             or state.namespace != self.namespace.id
-            or len(state.slots) // 4 < len(self.table)
+            or len(slots) < len(self.table)
             or state.sealed < self.sealed
+            or (state.suspended and not (self.suspended or self._asked_to_suspend))
         ):
             return False
+        if not (state.suspended or self.suspended):
+            own = max(self.sealed, min(state.sealed, self._asked_to_seal))
+            if not np.array_equal(slots[own : len(self.table)], self.table[own:]):
+                return False
         self.adopt(state.slots, state.sealed, suspended=state.suspended)
         return True
 
@@ -208,6 +221,7 @@ class SequenceCore:
         extras = extras_of(self._extras, first, full - first)
         hashes = chain_hashes(before, tokens, self.block_tokens, extras).tobytes()
         self._hashes += hashes
+        self._asked_to_seal = full
         message = Seal(
             self.number,
             first,
@@ -243,6 +257,7 @@ class SequenceCore:
         self.num_tokens = n_tokens
         self.writable_end = 0
         self.sealed = min(self.sealed, n_tokens // self.block_tokens)
+        self._asked_to_seal = min(self._asked_to_seal, self.sealed)
         del self._hashes[n_tokens // self.block_tokens * HASH_BYTES :]
         self.table = self.table[:blocks]
 
@@ -292,6 +307,7 @@ class SequenceCore:
             self.require_alive()
             return Suspend(self.number)
 
+        self._asked_to_suspend = True
         expect((yield ask), Done)
         self.suspended = True
 
@@ -307,6 +323,7 @@ class SequenceCore:
 
         table = expect((yield ask), Table)
         self.adopt(table.slots, table.sealed)
+        self._asked_to_suspend = False
 
     def _record(self, ids: U32) -> None:
         needed = self.num_tokens + len(ids)

@@ -30,6 +30,9 @@ from tierkv.errors import (
 
 LOCAL_MAX = 2**32
 
+RECORDS_PER_BLOCK_MAX = 3
+"""Most records that one commit makes for one block of a request (a place and two drops)."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -170,7 +173,7 @@ class Planner:
         try:
             usable = yield from self._bring_leading(rows)
         except PoolExhausted:
-            usable = self._leading_in_device(rows)
+            usable = min(self._leading_in_device(rows), self.placement.leading_verified(rows))
         if self.state.sequences.get(identity) is not sequence:
             raise UnknownSequence(f"sequence {local} ended while it was being begun")
         usable = min(usable, self._proven(rows[:usable], chain))
@@ -534,9 +537,11 @@ class Planner:
         swaps["id"] = sequence.id
         swaps["loc"] = np.arange(at, at + len(twins))
         swaps["key"] = twins
-        records = [swaps]
         cold = np.flatnonzero(~blocks.has_copy(twins, Tier.DEVICE))
         chosen = twins[cold]
+        # Before the slots' entries change: a crash in between must not find the twins' entries in
+        # slots that are still the sequence's own.
+        self.placement.commit(swaps)
         if len(cold):
             placed = blank(len(cold), Kind.PLACE)
             placed["key"] = chosen
@@ -548,11 +553,11 @@ class Planner:
             differs = (sum_hi[cold] != blocks.sum_hi[chosen]) | (
                 sum_lo[cold] != blocks.sum_lo[chosen]
             )
-            records += [placed, *self._forget_lower(chosen[differs])]
+            stale = chosen[differs]
             part = Chain(chain.hi[cold], chain.lo[cold], chain.tokens[cold], chain.extras[cold])
             parents = blocks.parent[chosen]
             self._fill(sequence, slots[cold], chosen, parents, part, sum_hi[cold], sum_lo[cold])
-        self.placement.commit(np.concatenate(records))
+            self.placement.commit(np.concatenate([placed, *self._forget_lower(stale)]))
         self.placement.counters.deduplicated_blocks += len(twins)
         if len(cold):
             self.sealed.append((chosen, blocks.id[chosen].copy()))

@@ -122,6 +122,8 @@ class State:
         self.next_block = 1
         self.next_lease = 1
         self.epoch = 0
+        self.slots_freed = 0
+        """Only grows. A slot stays as it is until the record that freed it is written."""
         self._dirty_rows: list[I64] = []
         self._dirty_sequences: set[int] = set()
         self._dirty_leases: set[int] = set()
@@ -481,6 +483,7 @@ class State:
                 self.slots[tier, pool].take(self.blocks.slot[tier][members].astype(np.int64))
 
     def _give_slots(self, rows: I64, tier: Tier) -> None:
+        self.slots_freed += len(rows)
         for pool, members in self.by_pool(rows):
             self.slots[tier, pool].give(self.blocks.slot[tier][members].astype(np.int64))
         self.blocks.slot[tier][rows] = NO_SLOT

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-from tierkv_wal import WalWriter
+from tierkv_wal import WalError, WalWriter
 
 from tierkv.core.state import State
+from tierkv.errors import TierFailed, TierFull
 from tierkv.service.journal import Journal
 from tierkv.service.snapshot import index_changes
 from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.index import Index, IndexChanges
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 DIRTY_ROWS_MAX = 50_000
 """Changed rows that ask for a checkpoint: bounds the copy on the loop and the commit."""
@@ -65,22 +71,23 @@ class Checkpointer:
             or self._state.changed_rows >= DIRTY_ROWS_MAX
         )
 
-    async def run(self) -> None:
+    async def run(self, *, last: bool = False) -> None:
         """Make a checkpoint of the state as it is now.
 
-        Raises TierFull, TierFailed: then the last one stays valid and nothing is forgotten.
+        ``last``: no worker is served any more, so from here on the log lacks nothing that one was
+        told. Raises TierFull, TierFailed: then the last one stays valid and nothing is forgotten.
         """
         async with self._lock:
             started = time.monotonic()
             lsn = self._journal.flush()
+            meta = {"checkpoint_lsn": lsn} | ({"replies_ahead": 0} if last else {})
             written = self._writer.bytes_written
             changes = self._state.take_changes()
-            content = index_changes(self._state, changes, self._specs, {"checkpoint_lsn": lsn})
-            loop = asyncio.get_running_loop()
             try:
-                await loop.run_in_executor(self._thread, self._write, content, lsn)
+                content = index_changes(self._state, changes, self._specs, meta)
+                await self._store(content, lsn)
             except BaseException:
-                # Also when cancelled: whether the thread got to it is not known.
+                # Also when cancelled: the next one must not count on what the thread does now.
                 self._state.put_back(changes)
                 raise
             self.last_lsn = lsn
@@ -94,9 +101,23 @@ class Checkpointer:
         """Wait for the thread to end."""
         self._thread.shutdown()
 
-    def _write(self, content: IndexChanges, lsn: int) -> None:
-        self._writer.sync()
+    async def _store(self, content: IndexChanges, lsn: int) -> None:
+        try:
+            await self._in_thread(self._writer.sync)
+        except (OSError, WalError) as error:
+            self._journal.die(error)
+            raise
         if self._disk is not None:
-            self._disk.sync()
-        self._index.commit(content)
-        self._writer.forget(lsn)
+            try:
+                await self._in_thread(self._disk.sync)
+            except (TierFull, TierFailed) as error:
+                # Waiting would bring nothing back: such copies are found out when they are read.
+                log.error("copies on disk may not survive power loss: %s", error)
+        await self._in_thread(lambda: self._index.commit(content))
+        try:
+            await self._in_thread(lambda: self._writer.forget(lsn))
+        except OSError as error:
+            log.warning("cannot remove old log segments: %s", error)
+
+    async def _in_thread(self, job: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, job)

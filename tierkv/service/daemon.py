@@ -16,12 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tierkv_wal import WalError
+
 from tierkv.config.schema import Config
 from tierkv.core.counters import Counters
 from tierkv.core.effects import Move
 from tierkv.core.ids import Tier
 from tierkv.core.placement import Placement
-from tierkv.core.planner import Limits, Planner
+from tierkv.core.planner import RECORDS_PER_BLOCK_MAX, Limits, Planner
 from tierkv.core.policy import Lru
 from tierkv.core.records import Records
 from tierkv.errors import ConfigError, NotReady, TierFailed, TierFull, TierkvError
@@ -150,14 +152,20 @@ class _Daemon:
         )
         placement = Placement(
             state,
-            ArenaTables(recovered.arenas),
+            ArenaTables(recovered.arenas, journal.write_freed),
             {tier: Lru() for tier in Tier},
             journal.commit,
             self._counters,
         )
         placement.mark_unverified(unverified_rows(state))
         placement.list_all()
-        limits = Limits(config.server.sequences_max, config.server.blocks_per_request_max)
+        limits = Limits(
+            config.server.sequences_max,
+            min(
+                config.server.blocks_per_request_max,
+                recovered.writer.append_records_max // RECORDS_PER_BLOCK_MAX,
+            ),
+        )
         planner = Planner(state, placement, limits)
         mover = Mover(recovered.arenas, recovered.disk, durable_writes=power)
         engine = Engine(
@@ -291,6 +299,8 @@ class _Daemon:
         self._metrics.transfer_duration[move.source.label, move.target.label].observe(seconds)
 
     def _log_died(self, error: Exception) -> None:
+        if not isinstance(error, OSError | WalError):
+            self._broken(error)
         log.critical("the log cannot be written, stopping at once: %s", error)
         _flush_streams()
         os._exit(EXIT_IO)
@@ -393,7 +403,7 @@ async def _drain(engine: Engine, checkpointer: Checkpointer) -> None:
             except TierFailed as error:
                 log.warning("stopping with blocks that are only in RAM: %s", error)
             behind.cancel()
-            await checkpointer.run()
+            await checkpointer.run(last=True)
     except (TimeoutError, TierkvError, OSError) as error:
         log.warning("stopping without a last checkpoint; the log has everything: %s", error)
 

@@ -21,6 +21,7 @@ from tierkv.core.effects import Effect, Flow, Move, Signal, Wait
 from tierkv.core.ids import I64, RAM_TIERS, U64, Tier
 from tierkv.core.placement import MOVE_BATCH
 from tierkv.core.planner import Planner
+from tierkv.core.state import Sequence
 from tierkv.errors import InvariantViolation, TierFailed, TierFull, TierkvError
 from tierkv.service.journal import Journal
 from tierkv.tiers.mover import BytesEffect, Mover
@@ -141,11 +142,15 @@ class Engine:
             self._after_step()
             done(stop.value)
             return
-        except InvariantViolation:
+        except InvariantViolation as error:
+            self.on_broken(error)
             raise
         except TierkvError as error:
             done(error)
             return
+        except Exception as error:
+            self.on_broken(error)
+            raise
         task = asyncio.get_running_loop().create_task(self._finish(flow, effect, done))
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
@@ -233,25 +238,28 @@ class Engine:
                 continue
             self._put_behind(rows, ids)
 
-    def sealing(self, flow: Flow[T]) -> Flow[T]:
+    def sealing(self, sequence: Sequence, flow: Flow[T]) -> Flow[T]:
         """A seal that, with durability "power", ends only when its blocks are on disk.
 
-        Raises TierFailed if the disk did not take them: they are sealed and survive the daemon's
-        death, but not the machine's. The worker may ask again.
+        So are all blocks before them, whoever sealed those: without one of them the ones behind
+        it could not be found. Raises TierFailed if the disk did not take them: they are sealed
+        and survive the daemon's death, but not the machine's. The worker may ask again.
         """
         result = yield from flow
         if self._durable_seal:
-            sealed, self.planner.sealed = self.planner.sealed, []
+            self.planner.sealed.clear()
             placement, blocks = self.planner.placement, self.planner.state.blocks
-            for rows, ids in sealed:
-                yield from placement.clean_down(rows, ids)
-                alive = blocks.id[rows] == ids
-                if not blocks.has_copy(rows[alive], Tier.DISK).all():
-                    raise TierFailed(
-                        "the blocks are sealed but the disk tier did not take them; see the "
-                        "daemon's log for why",
-                        tier=Tier.DISK.label,
-                    )
+            rows = sequence.rows
+            rows = rows[(blocks.flags[rows] & SEALED) != 0]
+            ids = blocks.id[rows].copy()
+            yield from placement.clean_down(rows, ids)
+            alive = blocks.id[rows] == ids
+            if not blocks.has_copy(rows[alive], Tier.DISK).all():
+                raise TierFailed(
+                    "the blocks are sealed but the disk tier did not take them; see the "
+                    "daemon's log for why",
+                    tier=Tier.DISK.label,
+                )
         return result
 
     def write_all_behind(self) -> None:

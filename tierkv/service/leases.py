@@ -8,7 +8,7 @@ import os
 
 from tierkv.core.planner import Planner
 from tierkv.rpc.connection import Connection
-from tierkv.service.process import open_pidfd, start_time
+from tierkv.service.process import is_alive, open_pidfd, start_time
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,8 @@ class Leases:
             if pidfd is not None:
                 loop.add_reader(pidfd, self._give_up, lease.id, "worker ended")
             self._waiting[lease.id] = (timer, pidfd)
-            if lease.pid and pidfd is None:
+            if not is_alive(lease.pid, lease.start_time):
+                # Asked after the descriptor was opened: it may be of another process by now.
                 loop.call_soon(self._give_up, lease.id, "worker ended")
 
     def open(self, connection: Connection) -> int:

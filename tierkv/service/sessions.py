@@ -205,7 +205,7 @@ class Sessions:
         flow = self._planner.seal(
             session.lease, message.sequence, message.first, chain, sum_hi, sum_lo
         )
-        view = yield from self._engine.sealing(flow)
+        view = yield from self._engine.sealing(sequence, flow)
         return _table(message.sequence, view)
 
     def _truncate(self, session: Session, message: m.Truncate) -> Flow[m.Message]:

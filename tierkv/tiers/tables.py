@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -13,10 +13,19 @@ from tierkv.tiers.entry import make_entries
 
 
 class ArenaTables:
-    """``core.placement.SlotTables`` over the arenas of the RAM tiers."""
+    """``core.placement.SlotTables`` over the arenas of the RAM tiers.
 
-    def __init__(self, arenas: Mapping[Tier, Arena]) -> None:
+    ``before_change`` makes the log say that slots were freed before their entries change.
+
+    Crash: no slot's entry names another block than the log says, unless the log says that the
+    slot is free.
+    """
+
+    def __init__(
+        self, arenas: Mapping[Tier, Arena], before_change: Callable[[], None] = lambda: None
+    ) -> None:
         self._arenas = arenas
+        self._before_change = before_change
 
     def tokens(self, tier: Tier, pool: int, slots: I64) -> U32:
         """See SlotTables."""
@@ -30,6 +39,7 @@ class ArenaTables:
 
     def fill(self, tier: Tier, pool: int, slots: I64, entries: Entries) -> None:
         """See SlotTables."""
+        self._before_change()
         arena = self._arenas[tier]
         arena.table(pool)[slots] = make_entries(
             ids=entries.ids,
@@ -46,6 +56,7 @@ class ArenaTables:
 
     def open(self, tier: Tier, pool: int, slots: I64, ids: U64) -> None:
         """See SlotTables."""
+        self._before_change()
         arena = self._arenas[tier]
         arena.table(pool)[slots] = make_entries(
             ids=ids,
@@ -59,4 +70,5 @@ class ArenaTables:
 
     def punch(self, tier: Tier, pool: int, slots: I64) -> None:
         """See SlotTables."""
+        self._before_change()
         self._arenas[tier].punch(pool, slots.astype(np.uint32))

@@ -105,6 +105,11 @@ class WalWriter:
         return self._frames_written
 
     @property
+    def append_records_max(self) -> int:
+        """Most records that one append takes."""
+        return self._append_records_max
+
+    @property
     def segment_count(self) -> int:
         """Segments on disk, the current one included."""
         return len(self._closed) + 1

@@ -1,0 +1,58 @@
+"""Durability "power": a seal is acknowledged when it and all before it are on disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.core.world import World
+from tierkv.core.ids import Tier
+from tierkv.service.engine import Engine
+
+TOKENS = list(range(1000, 1040))
+
+
+def durable_engine(world: World) -> Engine:
+    parts: Any = None  # no journal and no mover: flows are driven by the world
+    return Engine(
+        world.planner, parts, parts, write_through=True, durable_seal=True, queue_blocks=8
+    )
+
+
+def seal(world: World, engine: Engine, local: int, tokens: list[int]) -> None:
+    """Begin, write what is not cached, and seal as a session does."""
+    chain = world.chain(tokens)
+    planner, lease = world.planner, world.lease
+    have = len(world.run(planner.acquire(lease, world.namespace, local, chain)).slots)
+    view = world.run(planner.reserve(lease, local, have * 4, len(tokens)))
+    payloads = [repr(tokens[: (n + 1) * 4]).encode() for n in range(have, len(chain))]
+    hi, lo = world.write(view.slots, have, payloads)
+    flow = planner.seal(lease, local, have, chain.part(have, len(chain)), hi, lo)
+    world.run(engine.sealing(planner.sequence(lease, local), flow))
+
+
+def on_disk(world: World, local: int) -> list[bool]:
+    rows = world.planner.sequence(world.lease, local).rows
+    return world.state.blocks.has_copy(rows, Tier.DISK).tolist()
+
+
+def test_a_prefix_that_another_worker_has_sealed_but_not_yet_on_disk_is_written_first() -> None:
+    world = World(16, 0, 16)
+    engine = durable_engine(world)
+    world.store(1, TOKENS[:8])
+    assert on_disk(world, 1) == [False, False]
+    seal(world, engine, 2, TOKENS[:12])
+    assert on_disk(world, 2) == [True, True, True]
+
+
+def test_a_twin_that_another_worker_has_sealed_but_not_yet_on_disk_is_written_first() -> None:
+    world = World(16, 0, 16)
+    engine = durable_engine(world)
+    planner, lease = world.planner, world.lease
+    world.run(planner.acquire(lease, world.namespace, 2, world.chain([])))
+    view = world.run(planner.reserve(lease, 2, 0, 8))
+    hi, lo = world.write(view.slots, 0, [b"one", b"two"])
+    world.store(1, TOKENS[:8])
+    flow = planner.seal(lease, 2, 0, world.chain(TOKENS[:8]), hi, lo)
+    world.run(engine.sealing(planner.sequence(lease, 2), flow))
+    assert planner.sequence(lease, 2).rows.tolist() == planner.sequence(lease, 1).rows.tolist()
+    assert on_disk(world, 2) == [True, True]
