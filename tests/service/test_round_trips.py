@@ -18,7 +18,9 @@ TINY = KVSpec(model="tiny", layers=1, kv_heads=1, head_dim=4, dtype="uint8", blo
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    with running({"device.bytes": "1MiB", "host.bytes": "0", "disk.bytes": "0"}) as daemon:
+    settings = {"device.bytes": "1MiB", "host.bytes": "0", "disk.bytes": "0"}
+    # A request's records go into one segment of the log.
+    with running(settings | {"wal.segment_bytes": "8MiB"}) as daemon:
         yield daemon
         assert daemon.stop() == 0, daemon.said()
 
