@@ -72,9 +72,9 @@ class Daemon:
 @pytest.fixture
 def daemon(monkeypatch: pytest.MonkeyPatch) -> Daemon:
     daemon = Daemon()
-    client = ModuleType("tierkv.client")
+    client = ModuleType("tierkv.client.sync")
     client.connect = daemon.connect  # type: ignore[attr-defined]  # a module made for this test
-    monkeypatch.setitem(sys.modules, "tierkv.client", client)
+    monkeypatch.setitem(sys.modules, "tierkv.client.sync", client)
     return daemon
 
 

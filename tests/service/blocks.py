@@ -9,6 +9,7 @@ import numpy as np
 
 from tierkv import KVSpec
 from tierkv.core.prefix import chain_hashes, extra_digests
+from tierkv.tiers.disk import disk_slot_bytes
 
 SPEC = KVSpec(
     model="m", layers=2, kv_heads=2, head_dim=16, block_tokens=16, vocab_size=50_000, salt=""
@@ -16,6 +17,17 @@ SPEC = KVSpec(
 """Blocks of 8 KiB."""
 
 BLOCK = SPEC.block_tokens
+
+
+def sized(device: int, host: int, disk: int, **more: str) -> dict[str, str]:
+    """Settings of tiers that hold so many blocks of SPEC."""
+    return {
+        "device.bytes": str(device * SPEC.block_bytes),
+        "host.bytes": str(host * SPEC.block_bytes),
+        "disk.bytes": str(disk * disk_slot_bytes(SPEC.block_bytes, BLOCK)),
+        "disk.segment_bytes": "1MiB",
+        **more,
+    }
 
 
 def tokens(blocks: int, seed: int, block_tokens: int = BLOCK) -> np.ndarray:
@@ -82,3 +94,13 @@ def fill(ns: Any, ids: np.ndarray, extra_keys: Sequence[bytes | None] | None = N
 def store(ns: Any, ids: np.ndarray, extra_keys: Sequence[bytes | None] | None = None) -> None:
     """Leave these tokens' blocks in the cache, held by nobody."""
     fill(ns, ids, extra_keys).end()
+
+
+def press(client: Any, ns: Any, blocks: int, seed: int) -> None:
+    """Fill the device tier with other blocks, a few at a time.
+
+    Flushes first: a block that is just being copied cannot leave, and another one goes instead.
+    """
+    client.flush()
+    for at in range(0, blocks, 4):
+        store(ns, tokens(4, seed=seed + at))

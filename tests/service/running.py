@@ -30,6 +30,7 @@ SETTINGS = {
     "host.bytes": "4MiB",
     "disk.bytes": "64MiB",
     "disk.segment_bytes": "16MiB",
+    "wal.segment_bytes": "1MiB",
     "metrics.tcp": "",
 }
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.service.running import Daemon, run_cli, running
+from tests.service.running import Daemon, run_cli
+from tierkv.cli.main import main
 
 BAD_CONFIG = 78
 
 
 @pytest.fixture
-def refused(tmp_path: Path):
+def refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
     """Runs ``tierkv serve``, which must refuse; returns what it says on standard error."""
 
     def run(*arguments: str, file: str = "", **variables: str) -> str:
@@ -29,14 +33,25 @@ def refused(tmp_path: Path):
             ("arena.dir", "arenas"),
         ):
             places += ["--set", f"{key}={tmp_path / name}"]
-        done = run_cli("serve", *places, *arguments, extra=variables)
-        assert done.returncode == BAD_CONFIG, done.stderr
-        assert done.stdout == ""
+        for variable, value in variables.items():
+            monkeypatch.setenv(variable, value)
+        status = main(["serve", *places, *arguments])
+        said = capsys.readouterr()
+        assert (status, said.out) == (BAD_CONFIG, "")
         path.unlink()
         assert sorted(tmp_path.rglob("*")) == before
-        return done.stderr
+        return said.err
 
     return run
+
+
+def test_the_process_itself_ends_with_78(tmp_path: Path) -> None:
+    done = run_cli("serve", "--state-dir", str(tmp_path / "state"), "--set", "device.bites=5")
+    assert (done.returncode, done.stdout) == (BAD_CONFIG, "")
+    assert done.stderr == (
+        "tierkv: device.bites: unknown key (flag --set device.bites); did you mean device.bytes?\n"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_unknown_key_in_the_file(refused, tmp_path: Path) -> None:
@@ -156,13 +171,3 @@ def test_a_socket_in_use_is_left_to_its_daemon(daemon: Daemon, bystander) -> Non
         assert status == BAD_CONFIG
         assert "another process listens here" in said
     assert daemon.socket.exists()
-
-
-def test_the_socket_of_a_killed_daemon_is_replaced() -> None:
-    with running() as daemon:
-        daemon.signal(9)
-        daemon.wait()
-        assert daemon.socket.exists()
-        daemon.start()
-        assert daemon.stop() == 0
-        assert not daemon.socket.exists()

@@ -13,23 +13,25 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.service.blocks import BLOCK, SPEC, check, fill, grow, store, tokens
+from tests.service.blocks import BLOCK, SPEC, check, fill, grow, press, sized, store, tokens
 from tests.service.raw import Peer
 from tests.service.running import ROOT, Daemon, environment, running, until
-from tests.service.test_tiers import sized
 from tierkv.client import aio
 from tierkv.core.prefix import chain_hashes
 from tierkv.errors import PoolExhausted
 from tierkv.rpc import messages as m
 
-WORK_S = 2.0
+WORK_S = 1.0
 PROMPTS = [tokens(3 + k % 5, seed=600 + k // 3) for k in range(30)]
 """Some the same, some prefixes of others, some with nothing in common."""
 
 
-@pytest.fixture(params=["uvloop", "asyncio"], scope="module")
-def daemon(request: pytest.FixtureRequest) -> Iterator[Daemon]:
-    with running(sized(48, 24, 200), extra={"TIERKV_LOOP": request.param}) as daemon:
+TIERS = sized(48, 24, 200)
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with running(TIERS) as daemon:
         yield daemon
         assert daemon.stop() == 0, daemon.said()
         assert "Traceback" not in daemon.said()
@@ -128,12 +130,8 @@ def to_disk(daemon: Daemon, ids: np.ndarray) -> None:
     with daemon.connect() as client:
         ns = client.namespace(SPEC)
         store(ns, ids)
-        client.flush()
-        for seed in range(700, 709):
-            store(ns, tokens(8, seed=seed))
-        client.flush()
-        for seed in range(710, 719):
-            store(ns, tokens(8, seed=seed))
+        press(client, ns, 72, seed=7000)
+        press(client, ns, 72, seed=8000)
         assert ns.lookup(ids) == (len(ids), 0, 0, len(ids) // BLOCK)
 
 
@@ -217,7 +215,7 @@ def test_a_worker_that_goes_while_its_blocks_come_up(daemon: Daemon) -> None:
     """The promotion is not wasted, its waiters get it, and the dead worker holds nothing."""
     ids = tokens(32, seed=640)
     hashes = chain_hashes(SPEC.digest, ids, BLOCK).tobytes()
-    for _ in range(5):
+    for _ in range(3):
         to_disk(daemon, ids)
         with daemon.connect() as client:
             ns = client.namespace(SPEC)
@@ -281,3 +279,14 @@ def test_threads_share_one_client(daemon: Daemon) -> None:
             thread.join()
     assert errors == []
     settled(daemon)
+
+
+def test_all_of_this_on_plain_asyncio() -> None:
+    with running(TIERS, extra={"TIERKV_LOOP": "asyncio"}) as daemon:
+        test_four_processes_share_prefixes_under_pressure(daemon)
+        test_eight_workers_want_the_same_cold_prefix_and_it_comes_up_once(daemon)
+        test_one_connection_pipelines_hundreds_of_requests(daemon)
+        test_cancelled_calls_leave_nothing_behind(daemon)
+        test_a_worker_that_goes_while_its_blocks_come_up(daemon)
+        assert daemon.stop() == 0, daemon.said()
+        assert "Traceback" not in daemon.said()

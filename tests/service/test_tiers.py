@@ -7,36 +7,27 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from tests.service.blocks import BLOCK, SPEC, check, fill, grow, held, store, tokens
+from tests.service.blocks import (
+    BLOCK,
+    SPEC,
+    check,
+    fill,
+    grow,
+    held,
+    press,
+    sized,
+    store,
+    tokens,
+)
 from tests.service.running import Daemon, running
-from tierkv.tiers.disk import disk_slot_bytes
-
-DISK_SLOT = disk_slot_bytes(SPEC.block_bytes, BLOCK)
 
 
-def sized(device: int, host: int, disk: int, **more: str) -> dict[str, str]:
-    """Tiers that hold so many blocks of SPEC."""
-    return {
-        "device.bytes": str(device * SPEC.block_bytes),
-        "host.bytes": str(host * SPEC.block_bytes),
-        "disk.bytes": str(disk * DISK_SLOT),
-        "disk.segment_bytes": "1MiB",
-        **more,
-    }
-
-
-@pytest.fixture(params=["uvloop", "asyncio"], scope="module")
-def daemon(request: pytest.FixtureRequest) -> Iterator[Daemon]:
-    """Small tiers of 16, 16 and 64 blocks, on both event loops."""
-    with running(sized(16, 16, 64), extra={"TIERKV_LOOP": request.param}) as daemon:
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    """Small tiers of 16, 16 and 64 blocks."""
+    with running(sized(16, 16, 64)) as daemon:
         yield daemon
         assert daemon.stop() == 0, daemon.said()
-
-
-def press(ns, blocks: int, seed: int) -> None:
-    """Fill the device tier with other blocks, a few at a time."""
-    for at in range(0, blocks, 4):
-        store(ns, tokens(4, seed=seed + at))
 
 
 def begin(ns, ids):
@@ -53,19 +44,19 @@ def test_a_prefix_is_found_in_every_tier_as_it_moves_down(ns, client) -> None:
     with begin(ns, ids) as sequence:
         assert sequence.cached_from == (8 * BLOCK, 8, 0, 0)
 
-    press(ns, 16, seed=1000)
+    press(client, ns, 16, seed=1000)
     assert ns.lookup(ids) == (8 * BLOCK, 0, 8, 0)
     with begin(ns, ids) as sequence:
         assert sequence.cached_from == (8 * BLOCK, 0, 8, 0)
     assert ns.lookup(ids) == (8 * BLOCK, 8, 0, 0)
 
-    press(ns, 32, seed=2000)
+    press(client, ns, 32, seed=2000)
     assert ns.lookup(ids) == (8 * BLOCK, 0, 0, 8)
     with begin(ns, ids) as sequence:
         assert sequence.cached_from == (8 * BLOCK, 0, 0, 8)
 
     client.flush()
-    press(ns, 100, seed=3000)
+    press(client, ns, 100, seed=3000)
     client.flush()
     assert ns.lookup(ids).tokens == 0
     with begin(ns, ids) as sequence:
@@ -76,7 +67,7 @@ def test_leaves_go_before_roots(ns, client) -> None:
     """What is left of a prefix is its beginning, in the slower tiers its end."""
     ids = tokens(8, seed=110)
     store(ns, ids)
-    press(ns, 12, seed=4000)
+    press(client, ns, 12, seed=4000)
     found = ns.lookup(ids)
     assert found == (8 * BLOCK, 4, 4, 0)
     with begin(ns, ids) as sequence:
@@ -109,7 +100,7 @@ def test_a_suspended_sequence_comes_back_from_disk_with_its_open_block(ns, clien
     ns.pool[sequence.block_table[4], : SPEC.block_bytes] = 77
     sequence.append([1, 2, 3])
     sequence.suspend()
-    press(ns, 48, seed=5000)
+    press(client, ns, 48, seed=5000)
     client.flush()
     assert ns.lookup(ids).device == 0
     sequence.resume()
@@ -128,11 +119,15 @@ def test_pools_of_two_block_sizes_share_one_budget(client, ns) -> None:
     assert large.pool.shape == (8, 2 * SPEC.block_bytes)
     small_ids, large_ids = tokens(16, seed=140), tokens(8, seed=141)
     store(ns, small_ids)
+    client.flush()
     store(large, large_ids)
+    client.flush()
     assert large.lookup(large_ids) == (8 * BLOCK, 8, 0, 0)
     assert ns.lookup(small_ids) == (16 * BLOCK, 0, 16, 0)
     with begin(ns, small_ids) as sequence:
         assert sequence.cached_from == (16 * BLOCK, 0, 16, 0)
+    client.flush()
+    client.flush()
     assert large.lookup(large_ids) == (8 * BLOCK, 0, 8, 0)
     with begin(large, large_ids) as sequence:
         assert sequence.cached_from == (8 * BLOCK, 0, 8, 0)
@@ -151,11 +146,11 @@ def test_without_a_host_tier() -> None:
         ns = client.namespace(SPEC)
         ids = tokens(8, seed=150)
         store(ns, ids)
-        press(ns, 16, seed=1000)
+        press(client, ns, 16, seed=1000)
         assert ns.lookup(ids) == (8 * BLOCK, 0, 0, 8)
         sleeper = begin(ns, ids)
         sleeper.suspend()
-        press(ns, 16, seed=2000)
+        press(client, ns, 16, seed=2000)
         sleeper.resume()
         check(ns, sleeper)
 
@@ -167,15 +162,15 @@ def test_without_a_disk_tier() -> None:
         ids = tokens(8, seed=160)
         store(ns, ids)
         client.flush()
-        press(ns, 16, seed=1000)
+        press(client, ns, 16, seed=1000)
         assert ns.lookup(ids) == (8 * BLOCK, 0, 8, 0)
         sleeper = begin(ns, ids)
         sleeper.suspend()
-        press(ns, 32, seed=2000)
+        press(client, ns, 32, seed=2000)
         sleeper.resume()
         check(ns, sleeper)
         sleeper.end()
-        press(ns, 32, seed=3000)
+        press(client, ns, 32, seed=3000)
         assert ns.lookup(ids).tokens == 0
         assert not daemon.state.joinpath("data").exists()
         assert daemon.stop() == 0
@@ -187,10 +182,10 @@ def test_write_demote_keeps_the_disk_out_of_it_until_it_must() -> None:
         ns = client.namespace(SPEC)
         ids = tokens(8, seed=170)
         store(ns, ids)
-        press(ns, 16, seed=1000)
+        store(ns, tokens(16, seed=171))
         assert client.stat()["tiers"]["disk"]["blocks"] == 0
         assert ns.lookup(ids) == (8 * BLOCK, 0, 8, 0)
-        press(ns, 16, seed=2000)
+        store(ns, tokens(16, seed=172))
         assert ns.lookup(ids) == (8 * BLOCK, 0, 0, 8)
         with begin(ns, ids) as sequence:
             assert sequence.cached_from == (8 * BLOCK, 0, 0, 8)

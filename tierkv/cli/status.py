@@ -14,7 +14,7 @@ from tierkv.cli.exit_codes import Exit
 from tierkv.cli.options import load_config
 from tierkv.cli.render import print_json, print_table
 from tierkv.config.paths import SYSTEM_SOCKET
-from tierkv.errors import ProtocolError, Unavailable
+from tierkv.errors import NotReady, ProtocolError, Unavailable
 from tierkv.obs.status import SERVING, StatusDocument, from_plain
 from tierkv.units import about_bytes, about_duration, format_ratio
 
@@ -62,15 +62,27 @@ def _find_socket() -> str:
 
 def _ask(socket: str) -> dict[str, Any]:
     try:
-        with import_module("tierkv.client").connect(socket, timeout_s=TIMEOUT_S) as client:
+        with import_module("tierkv.client.sync").connect(socket, timeout_s=TIMEOUT_S) as client:
             plain: dict[str, Any] = client.stat()
             return plain
     except (OSError, Unavailable) as error:
+        if _somebody_listens(error):
+            raise NotReady(
+                f"the daemon does not answer yet, it may be recovering ({socket}); try again"
+            ) from error
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise Unavailable(
             f"no daemon answers: {reason} ({socket}); "
             "start one by `tierkv serve`, or name its socket by --socket"
         ) from error
+
+
+def _somebody_listens(error: Exception) -> bool:
+    """Whether a process holds the socket that does not serve now."""
+    cause = error.__cause__
+    return isinstance(cause, NotReady) or (
+        cause is not None and isinstance(cause.__cause__, TimeoutError)
+    )
 
 
 def _read_last() -> dict[str, Any]:

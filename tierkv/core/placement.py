@@ -266,11 +266,19 @@ class Placement:
         done = 0
         for pool, members in self.state.by_pool(rows):
             names = ids[np.isin(rows, members)] if len(members) != len(rows) else ids
-            for at in range(0, len(members), MOVE_BATCH):
-                part = slice(at, at + MOVE_BATCH)
-                done += yield from self._copy_batch(
-                    source, target, pool, members[part], names[part]
-                )
+            at, batch_max = 0, MOVE_BATCH
+            while at < len(members):
+                part = slice(at, at + batch_max)
+                try:
+                    done += yield from self._copy_batch(
+                        source, target, pool, members[part], names[part]
+                    )
+                except PoolExhausted:
+                    batch_max = len(members[part]) // 2
+                    if not batch_max:
+                        break
+                else:
+                    at += batch_max
         return done
 
     def _copy_batch(self, source: Tier, target: Tier, pool: int, rows: I64, ids: U64) -> Flow[int]:
@@ -285,8 +293,6 @@ class Placement:
             used = slots[: len(rows_alive)]
             result: Moved = yield self._move(pool, ids_alive, source, rows_alive, target, used)
             return self._arrived(source, target, rows_alive, ids_alive, used, result)
-        except PoolExhausted:
-            return 0
         except (TierFull, TierFailed) as error:
             self.disk_failed(error)
             return 0

@@ -64,6 +64,9 @@ SWITCH_INTERVAL_S = 0.0005
 
 DRAIN_S = 30.0
 
+PROGRESS_S = 2.0
+"""How often the service manager hears how far recovery is."""
+
 
 def run(config: Config) -> int:
     """Run the daemon until it is told to stop; returns the exit code."""
@@ -104,6 +107,7 @@ class _Daemon:
         self._stop = asyncio.Event()
         self._exit_code = EXIT_OK
         self._started = time.monotonic()
+        self._next_progress_s = 0.0
         self._reader: StatusReader | None = None
         self._metrics = Metrics(self._document, self._counters)
 
@@ -331,7 +335,10 @@ class _Daemon:
         self._counters.checkpoint_timestamp_s = reader.checkpointer.last_unix_s
 
     def _progress(self, what: str) -> None:
-        self._notifier.send(f"STATUS=recovering: {what}")
+        now_s = time.monotonic()
+        if now_s >= self._next_progress_s:
+            self._next_progress_s = now_s + PROGRESS_S
+            self._notifier.send(f"STATUS=recovering: {what}")
 
     def _announce(self, recovered: Recovered, metrics_port: int) -> None:
         report = recovered.report
