@@ -23,6 +23,11 @@ def specs(bench: Bench) -> list[KVSpec]:
     return [SMALL] if bench.quick else [SMALL, LARGE]
 
 
+def repeats(bench: Bench) -> int:
+    """Batches of one variant in a round: their median is less at the mercy of a time slice."""
+    return bench.pick(3, 1)
+
+
 def label(spec: KVSpec) -> str:
     """Size of the spec's blocks, for a line's name."""
     return f"{spec.block_bytes >> 10}k"

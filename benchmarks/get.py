@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks import blocks, raw
 from benchmarks.daemon import Daemon
-from benchmarks.harness import Bench, Line, Unit, gigabytes_per_s, once
+from benchmarks.harness import Bench, Line, Unit, gigabytes_per_s, once, repeat
 from tierkv.client.sync import Namespace
 from tierkv.core.ids import U8, U32, Tier
 from tierkv.core.spec import KVSpec
@@ -50,7 +50,7 @@ class _Turns:
 def _from_host(bench: Bench, spec: KVSpec) -> Line:
     place = bench.two_cores
     payload = blocks.some_payload(spec, blocks.batch_blocks(bench, spec))
-    ring = blocks.Ring(payload, 2)
+    ring, times = blocks.Ring(payload, 2), blocks.repeats(bench)
     settings = {"device.bytes": str(payload.nbytes), "host.bytes": str(2 * payload.nbytes)}
     name = f"get.host.{blocks.label(spec)}"
     with Daemon(bench, place, name, settings) as daemon, daemon.connect() as cache:
@@ -59,9 +59,9 @@ def _from_host(bench: Bench, spec: KVSpec) -> Line:
         measured = bench.interleave(
             place,
             {
-                "tierkv": turns.bring,
-                "memcpy": lambda: once(ring.copy),
-                "memcpy + xxh3": lambda: once(ring.copy_and_check),
+                "tierkv": lambda: repeat(turns.bring, times),
+                "memcpy": lambda: repeat(lambda: once(ring.copy), times),
+                "memcpy + xxh3": lambda: repeat(lambda: once(ring.copy_and_check), times),
             },
         )
     unit = gigabytes_per_s(payload.nbytes)
@@ -95,6 +95,7 @@ def _read(
     *,
     warm: bool,
 ) -> Line:
+    times = blocks.repeats(bench)
     buffer = memoryview(bytearray(raw.CALL_BYTES))
 
     def prepared() -> None:
@@ -109,8 +110,14 @@ def _read(
         prepared()
         return raw.read(files, on_disk, buffer)
 
-    variants = {"tierkv": ours, "preadv": plain, "memcpy": lambda: once(ring.copy)}
-    measured = bench.interleave(bench.two_cores, variants)
+    measured = bench.interleave(
+        bench.two_cores,
+        {
+            "tierkv": lambda: repeat(ours, times),
+            "preadv": lambda: repeat(plain, times),
+            "memcpy": lambda: repeat(lambda: once(ring.copy), times),
+        },
+    )
     against = ["preadv", "memcpy"] if warm else ["preadv"]
     cache = "warm" if warm else "cold"
     return measured.line(f"{name}.{cache}", unit, "tierkv", against, bench.two_cores)

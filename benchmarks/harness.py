@@ -153,6 +153,11 @@ def each_call(call: Callable[[], object], count: int) -> F64:
     return np.diff(marks) / 1e9
 
 
+def repeat(measure: Callable[[], float], count: int) -> F64:
+    """Seconds that ``measure`` reports, ``count`` times in a row, shape [count]."""
+    return np.array([measure() for _ in range(count)])
+
+
 def once(call: Callable[[], object]) -> float:
     """Seconds of one call."""
     began = time.perf_counter()

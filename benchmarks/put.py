@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from benchmarks import blocks
 from benchmarks.daemon import Daemon
-from benchmarks.harness import Bench, Line, gigabytes_per_s, once
+from benchmarks.harness import Bench, Line, gigabytes_per_s, once, repeat
 from tierkv.core.spec import KVSpec
 
 BATCHES_RESIDENT = 4
@@ -23,7 +23,7 @@ def _with(bench: Bench, spec: KVSpec) -> Line:
     count = blocks.batch_blocks(bench, spec)
     payload = blocks.some_payload(spec, count)
     ring = blocks.Ring(payload, BATCHES_RESIDENT)
-    prompts = blocks.Prompts(spec, count)
+    prompts, times = blocks.Prompts(spec, count), blocks.repeats(bench)
     settings = {"device.bytes": str(BATCHES_RESIDENT * count * spec.block_bytes)}
     with (
         Daemon(bench, place, f"put-{blocks.label(spec)}", settings) as daemon,
@@ -35,9 +35,11 @@ def _with(bench: Bench, spec: KVSpec) -> Line:
         measured = bench.interleave(
             place,
             {
-                "tierkv": lambda: blocks.put(namespace, prompts.fresh(), payload),
-                "memcpy": lambda: once(ring.copy),
-                "memcpy + xxh3": lambda: once(ring.copy_and_check),
+                "tierkv": lambda: repeat(
+                    lambda: blocks.put(namespace, prompts.fresh(), payload), times
+                ),
+                "memcpy": lambda: repeat(lambda: once(ring.copy), times),
+                "memcpy + xxh3": lambda: repeat(lambda: once(ring.copy_and_check), times),
             },
         )
     return measured.line(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from benchmarks import blocks
 from benchmarks.daemon import Daemon
-from benchmarks.harness import Bench, Line, gigabytes_per_s
+from benchmarks.harness import Bench, Line, gigabytes_per_s, repeat
 from benchmarks.raw import RawFile
 from tierkv.client.sync import Client, Namespace
 from tierkv.core.ids import U8, Tier
@@ -32,7 +32,7 @@ def _with(bench: Bench, spec: KVSpec) -> Line:
         "device.bytes": str(2 * payload.nbytes),
         "disk.bytes": str(BATCHES_ON_DISK * len(payload) * slot),
     }
-    prompts = blocks.Prompts(spec, len(payload))
+    prompts, times = blocks.Prompts(spec, len(payload)), blocks.repeats(bench)
     name = f"spill.{blocks.label(spec)}"
     with (
         Daemon(bench, place, name, settings) as daemon,
@@ -47,8 +47,8 @@ def _with(bench: Bench, spec: KVSpec) -> Line:
         measured = bench.interleave(
             place,
             {
-                "tierkv": lambda: _spill(cache, namespace, prompts, payload),
-                "pwritev": raw.write,
+                "tierkv": lambda: repeat(lambda: _spill(cache, namespace, prompts, payload), times),
+                "pwritev": lambda: repeat(raw.write, times),
             },
         )
     return measured.line(name, gigabytes_per_s(payload.nbytes), "tierkv", ["pwritev"], place)

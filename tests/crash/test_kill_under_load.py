@@ -113,14 +113,15 @@ class Storm:
 
 CASES = {
     "kill": Case("kill", 50),
-    "at-a-log-write": Case("kill", 20, at_write=True),
+    "at-a-log-write": Case("kill", 15, at_write=True),
     "power": Case("power", 10, reboot=True),
     # Its device tier does not outlive the daemon: only what went further down must be right.
     "none": Case("none", 10, keeps_all=False),
-    "full-disk": Case("kill", 10, disk_bytes="3MiB", keeps_all=False),
+    "full-disk": Case("kill", 8, disk_bytes="3MiB", keeps_all=False),
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_acknowledged_survives_kills_under_load(name: str) -> None:

@@ -66,15 +66,19 @@ class Worker:
             self._resume: 2,
             self._end: 3,
         }
+        crowded = False
         while not (self._folder / "stop").exists():
             if (self._folder / "pause").exists():
                 self._pause()
             (verb,) = self._chance.choices(list(verbs), list(verbs.values()))
+            if crowded:
+                verb = self._make_room
+            crowded = False
             try:
                 verb()
             except PoolExhausted:
                 self.done["exhausted"] += 1
-                self._make_room()
+                crowded = True
             except LeaseLost:
                 self.done["lost"] += 1
             self._held = [held for held in self._held if not held.sequence.lost]

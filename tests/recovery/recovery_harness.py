@@ -135,9 +135,9 @@ class Machine:
 
     def crash(self) -> None:
         """What kill -9 does."""
-        if self.daemon is not None:
-            self.daemon.vanish()
-        self.daemon = None
+        daemon, self.daemon = self.daemon, None
+        if daemon is not None:
+            daemon.vanish()
         self.countdown.left = 0
 
 
@@ -170,8 +170,12 @@ class Daemon:
         self.mover = Mover(self.recovered.arenas, self.recovered.disk, durable_writes=False)
         epoch = blank(1, Kind.EPOCH)
         epoch["id"] = self.state.epoch
-        self.commit(epoch)
-        self.write()
+        try:
+            self.commit(epoch)
+            self.write()
+        except BaseException:
+            self.vanish()
+            raise
 
     # --- the log ----------------------------------------------------------------------------------
 
@@ -202,13 +206,14 @@ class Daemon:
     def run(self, flow: Any) -> Any:
         return run_inline(flow, self.perform)
 
-    def checkpoint(self) -> None:
+    def checkpoint(self, *, last: bool = False) -> None:
         """What the Checkpointer does, without its thread."""
         self.write()
         lsn = self.writer.written_lsn
         changes = self.state.take_changes()
         self.writer.sync()
-        content = index_changes(self.state, changes, self.specs, {"checkpoint_lsn": lsn})
+        meta = {"checkpoint_lsn": lsn} | ({"replies_ahead": 0} if last else {})
+        content = index_changes(self.state, changes, self.specs, meta)
         self.countdown.step("before index commit")
         self.recovered.index.commit(content)
         self.countdown.step("after index commit")

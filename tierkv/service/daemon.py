@@ -130,9 +130,11 @@ class _Daemon:
         try:
             self._lifecycle.enter(DaemonState.RECOVERING)
             await _start_exporter(exporter, self._config)
-            # Recovery runs on the main thread: nothing else may run before it is done, and
-            # clients that connect meanwhile wait in the socket's backlog.
-            recovered = recover(self._config, directory, self._progress)
+            # On a thread, so that health and metrics answer meanwhile. Workers that connect wait in
+            # the socket's backlog until the listener runs.
+            recovered = await asyncio.get_running_loop().run_in_executor(
+                None, recover, self._config, directory, self._progress
+            )
             await self._serve(recovered, listening, exporter.tcp_port)
         finally:
             await exporter.close()
@@ -236,8 +238,9 @@ class _Daemon:
         )
         self._lifecycle.enter(DaemonState.DRAINING)
         self._notifier.send("STOPPING=1", "STATUS=draining")
-        await listener.close()
+        # Workers see end-of-file and come back to the next daemon: their leases stay in the log.
         leases.close()
+        await listener.close()
         await _drain(engine, checkpointer)
         await self._note_status()
         await engine.close()
@@ -310,6 +313,13 @@ class _Daemon:
         _flush_streams()
         os._exit(EXIT_FAILED)
 
+    def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error that nobody handled. One in our own code means that the state is in doubt."""
+        error = context.get("exception")
+        if isinstance(error, Exception) and not isinstance(error, OSError):
+            self._broken(error)
+        loop.default_exception_handler(context)
+
     def _document(self) -> StatusDocument:
         if self._reader is None:
             from tierkv import __version__
@@ -349,6 +359,7 @@ class _Daemon:
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._unexpected)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._told_to_stop)
 

@@ -83,6 +83,8 @@ class Journal:
             reply()
             return
         self._waiting.append((lsn, reply))
+        # What it waits for may have been written already, at a time when nobody waited for a sync.
+        self._schedule_flush()
 
     async def settle(self) -> None:
         """Return when freed slots may be overwritten: their records are as durable as replies.

@@ -14,7 +14,8 @@ import numpy as np
 from tierkv.core.effects import Flow
 from tierkv.core.ids import U32, U64, Tier
 from tierkv.core.planner import Chain, Planner, TableView
-from tierkv.errors import InvalidArgument, TierFailed, TierkvError, UnknownNamespace
+from tierkv.errors import InvalidArgument, LimitExceeded, TierFailed, TierkvError, UnknownNamespace
+from tierkv.obs.status import WorkerStatus
 from tierkv.rpc import messages as m
 from tierkv.rpc.connection import Connection
 from tierkv.rpc.wire import failure
@@ -41,6 +42,8 @@ class Session:
     """What one connection holds."""
 
     lease: int = 0
+    name: str = ""
+    pid: int = 0
     namespaces: set[int] = field(default_factory=set)
     scratch: mmap.mmap | None = None
 
@@ -90,6 +93,20 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    def workers(self) -> list[WorkerStatus]:
+        """The connected workers, for the status document."""
+        held = self._planner.state.lease_sequences
+        return [
+            WorkerStatus(
+                lease=session.lease,
+                pid=session.pid,
+                name=session.name,
+                sequences=len(held.get(session.lease, ())),
+            )
+            for session in self._sessions.values()
+            if session.lease
+        ]
+
     # --- RequestHandler ---------------------------------------------------------------------------
 
     @property
@@ -129,8 +146,15 @@ class Sessions:
                 code = result.code
                 result = failure(result)
             reply = result
-            self._observer.answered(_verb_name(message), code, time.monotonic() - started)
-            self._engine.journal.release(lambda: connection.reply(request_id, reply))
+
+            def send() -> None:
+                self._observer.answered(_verb_name(message), code, time.monotonic() - started)
+                try:
+                    connection.reply(request_id, reply)
+                except LimitExceeded as error:  # of the reply's own size
+                    connection.fail(error, request_id)
+
+            self._engine.journal.release(send)
 
         if isinstance(message, m.Hello):
             self._engine.start(self._hello(session, connection, message), done)
@@ -147,6 +171,7 @@ class Sessions:
         yield from ()
         lease = self._leases.resume(connection, message.token) if message.token else None
         resumed = lease is not None
+        session.name, session.pid = message.name, connection.pid
         session.lease = lease if lease is not None else self._leases.open(connection)
         state = self._planner.state
         held = [state.sequences[one] for one in state.lease_sequences[session.lease]]
