@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import torch
 
 from tests.service.blocks import tokens
 from tests.service.raw import Peer
-from tests.service.running import Daemon, running
+from tests.service.running import Daemon, environment, running
 from tierkv import KVSpec
-from tierkv.errors import InvalidArgument
+from tierkv.errors import InvalidArgument, TierkvError
 from tierkv.rpc import messages as m
 
 SPEC = KVSpec(model="a", layers=2, kv_heads=2, head_dim=32, block_tokens=8)
@@ -233,3 +234,16 @@ def test_the_client_checks_as_well(client) -> None:
     ):
         with pytest.raises(InvalidArgument):
             call()
+
+
+def test_a_machine_without_torch(tmp_path: Path) -> None:
+    """Attention fails, with a reason; all else works."""
+    tmp_path.joinpath("torch.py").write_text("raise ImportError('there is no torch here')")
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    with running(extra={"PYTHONPATH": path}) as daemon, daemon.connect() as client:
+        ns = client.namespace(SPEC)
+        sequence = filled(ns, 5, seed=8)
+        with pytest.raises(TierkvError, match="there is no torch here"):
+            ns.attention(0, torch.randn(1, Q_HEADS, 32), [sequence], where="daemon")
+        sequence.reserve(20)
+        assert daemon.stop() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import mmap
 import time
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from tierkv.service.lifecycle import Lifecycle
 from tierkv.service.namespaces import Namespaces
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.entry import split_hashes
+
+log = logging.getLogger(__name__)
 
 SCRATCH_BYTES = 64 << 20
 """Query and output memory of one connection; only touched pages exist."""
@@ -287,6 +290,9 @@ class Sessions:
                 await loop.run_in_executor(self._attention.threads, compute, job)
             except (ValueError, TypeError, RuntimeError) as error:
                 done(InvalidArgument(f"attend: {error}"))
+            except Exception as error:  # it touches no state, so only this request fails
+                log.exception("attend failed")
+                done(TierkvError(f"attend: {error!r}"))
             else:
                 done(m.Done())
 
