@@ -56,10 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(report.render(line), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if options.json or options.save:
-        path = options.json or report.RESULTS / document.file_name
-        report.save(document, path)
-        print(f"written to {path}")
+    saved = report.RESULTS / document.file_name if options.save else None
+    for path in (options.json, saved):
+        if path:
+            report.save(document, path)
+            print(f"written to {path}")
     return 0
 
 

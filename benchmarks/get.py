@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks import blocks, raw
 from benchmarks.daemon import Daemon
-from benchmarks.harness import Bench, Line, Unit, gigabytes_per_s, once, repeat
+from benchmarks.harness import Bench, Line, Unit, gigabytes_per_s, repeat
 from tierkv.client.sync import Namespace
 from tierkv.core.ids import U8, U32, Tier
 from tierkv.core.spec import KVSpec
@@ -60,8 +60,10 @@ def _from_host(bench: Bench, spec: KVSpec) -> Line:
             place,
             {
                 "tierkv": lambda: repeat(turns.bring, times),
-                "memcpy": lambda: repeat(lambda: once(ring.copy), times),
-                "memcpy + xxh3": lambda: repeat(lambda: once(ring.copy_and_check), times),
+                "memcpy": lambda: repeat(lambda: bench.on(place.server, ring.copy), times),
+                "memcpy + xxh3": lambda: repeat(
+                    lambda: bench.on(place.server, ring.copy_and_check), times
+                ),
             },
         )
     unit = gigabytes_per_s(payload.nbytes)
@@ -95,7 +97,7 @@ def _read(
     *,
     warm: bool,
 ) -> Line:
-    times = blocks.repeats(bench)
+    place, times = bench.two_cores, blocks.repeats(bench)
     buffer = memoryview(bytearray(raw.CALL_BYTES))
 
     def prepared() -> None:
@@ -108,16 +110,16 @@ def _read(
 
     def plain() -> float:
         prepared()
-        return raw.read(files, on_disk, buffer)
+        return bench.on(place.server, lambda: raw.read(files, on_disk, buffer))
 
     measured = bench.interleave(
-        bench.two_cores,
+        place,
         {
             "tierkv": lambda: repeat(ours, times),
             "preadv": lambda: repeat(plain, times),
-            "memcpy": lambda: repeat(lambda: once(ring.copy), times),
+            "memcpy": lambda: repeat(lambda: bench.on(place.server, ring.copy), times),
         },
     )
     against = ["preadv", "memcpy"] if warm else ["preadv"]
     cache = "warm" if warm else "cold"
-    return measured.line(f"{name}.{cache}", unit, "tierkv", against, bench.two_cores)
+    return measured.line(f"{name}.{cache}", unit, "tierkv", against, place)

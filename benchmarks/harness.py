@@ -253,6 +253,11 @@ class Bench:
         finally:
             os.sched_setaffinity(0, before)
 
+    def on(self, cpu: int, call: Callable[[], object]) -> float:
+        """Seconds of one call on another CPU: a ceiling belongs where the server does its work."""
+        with self.pinned(cpu):
+            return once(call)
+
     def spawn(self, cpu: int, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         """A child on one CPU, counted as ours."""
         with self.pinned(cpu):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 from benchmarks.harness import Bench
@@ -60,16 +59,15 @@ class RawFile:
 
     def write(self) -> float:
         """Seconds to write and sync it all, on the server's CPU."""
-        with self._bench.pinned(self._bench.two_cores.server):
-            began = time.perf_counter()
-            offset = 0
-            for buffers in self._calls:
-                offset += os.pwritev(self._fd, buffers, offset)
-            os.fdatasync(self._fd)
-            spent = time.perf_counter() - began
+        return self._bench.on(self._bench.two_cores.server, self._write)
+
+    def _write(self) -> None:
+        offset = 0
+        for buffers in self._calls:
+            offset += os.pwritev(self._fd, buffers, offset)
+        os.fdatasync(self._fd)
         if offset != self._size_bytes:
             raise RuntimeError(f"{offset} of {self._size_bytes} bytes were written")
-        return spent
 
     def __enter__(self) -> RawFile:
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -91,19 +89,14 @@ def drop_page_cache(files: list[Path]) -> None:
             os.close(fd)
 
 
-def read(files: list[Path], size_bytes: int, buffer: memoryview) -> float:
-    """Seconds to preadv the first ``size_bytes`` of the files, one after the other."""
-    fds = [os.open(path, os.O_RDONLY) for path in files]
-    began = time.perf_counter()
+def read(files: list[Path], size_bytes: int, buffer: memoryview) -> None:
+    """preadv the first ``size_bytes`` of the files, one after the other."""
     left = size_bytes
-    for fd in fds:
-        offset = 0
+    for path in files:
+        fd, offset = os.open(path, os.O_RDONLY), 0
         while left and (got := os.preadv(fd, [buffer[: min(len(buffer), left)]], offset)):
             offset += got
             left -= got
-    spent = time.perf_counter() - began
-    for fd in fds:
         os.close(fd)
     if left:
         raise RuntimeError(f"{left} bytes are missing in {files}")
-    return spent
