@@ -6,7 +6,9 @@ copies of faster tiers only, so flows cannot wait for each other in a circle.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,6 +69,15 @@ class SlotTables(Protocol):
         ...
 
 
+@dataclass(eq=False)
+class _Copying:
+    """A move under way. ``current`` [n]: the source still holds what the move began to read."""
+
+    source: Tier
+    rows: I64
+    current: Bool
+
+
 class Placement:
     """Copies of blocks in tiers. Owns the order of eviction and what is in flight."""
 
@@ -91,6 +102,7 @@ class Placement:
         self._idle = {tier: Signal() for tier in Tier}
         self._making_room: dict[Tier, Signal | None] = dict.fromkeys(Tier)
         self._arriving: dict[int, Signal] = {}
+        self._copying: list[_Copying] = []
         self._unverified: Bool = np.zeros(0, np.bool_)
 
     # --- room -------------------------------------------------------------------------------------
@@ -110,13 +122,19 @@ class Placement:
         if count * size <= self.state.free_bytes(tier):
             return slots.hold(count)
         signal = self._making_room[tier] = Signal()
+        passed_over: list[I64] = []
+        stuck_bytes = sys.maxsize
         try:
             while (need := count * size - self.state.free_bytes(tier)) > 0:
-                freed = yield from self._evict(tier, pool, need)
-                if not freed:
+                victims = yield from self._victims(tier, need, stuck_bytes, passed_over)
+                if not len(victims):
                     raise self._exhausted(tier, pool, count)
+                # Where a block of this size found no room below, a larger one need not try.
+                stuck_bytes = min(stuck_bytes, (yield from self._demote(tier, pool, victims)))
             return slots.hold(count)
         finally:
+            for rows in passed_over:
+                self.policies[tier].relist(rows[self.state.blocks.has_copy(rows, tier)])
             self._making_room[tier] = None
             signal.set()
 
@@ -153,8 +171,7 @@ class Placement:
             return np.asarray(free & (blocks.active[rows] == 0))
         if tier is Tier.HOST:
             return free
-        upper = blocks.has_copy(rows, Tier.DEVICE) | blocks.has_copy(rows, Tier.HOST)
-        return np.asarray(free & ((blocks.refs[rows] == 0) | upper))
+        return free & self._loose(tier, rows)
 
     def _sizes(self, tier: Tier, rows: I64) -> I64:
         pool_bytes = np.array(
@@ -162,16 +179,29 @@ class Placement:
         )
         return np.asarray(pool_bytes[self.state.pool_of(rows)])
 
-    def _evict(self, tier: Tier, pool: int, need: int) -> Flow[int]:
-        """Free at least ``need`` bytes of the tier if possible; returns blocks dropped from it."""
+    def _victims(
+        self, tier: Tier, need: int, stuck_bytes: int, passed_over: list[I64]
+    ) -> Flow[I64]:
+        """Rows that may leave the tier, worth ``need`` bytes at least; none if there are too few.
+
+        Blocks of ``stuck_bytes`` and more cannot be copied down now, so they may leave only if
+        nothing is lost with them; ``passed_over`` collects the others.
+        """
+
+        def may_leave(rows: I64) -> Bool:
+            eligible = self._eligible(tier, rows)
+            stuck = eligible & (self._sizes(tier, rows) >= stuck_bytes) & ~self._loose(tier, rows)
+            passed_over.append(rows[stuck])
+            return np.asarray(eligible & ~stuck)
+
         while True:
             victims = self.policies[tier].victims(
-                need, lambda rows: self._eligible(tier, rows), lambda rows: self._sizes(tier, rows)
+                need, may_leave, lambda rows: self._sizes(tier, rows)
             )
             if len(victims) and self._sizes(tier, victims).sum() >= need:
-                return (yield from self._demote(tier, pool, victims))
+                return victims
             if not self._may_become_idle(tier):
-                return 0
+                return np.zeros(0, np.int64)
             # Copies in flight keep blocks from leaving; they come to an end by themselves.
             yield Wait(self._idle[tier])
 
@@ -186,7 +216,10 @@ class Placement:
         )
 
     def _demote(self, tier: Tier, pool: int, rows: I64) -> Flow[int]:
-        """Rows leave the tier, each after another copy is safe (or if nobody holds it)."""
+        """Rows leave the tier, each after another copy is safe (or if nobody holds it).
+
+        Returns the size of the smallest one that had to stay for want of room below.
+        """
         blocks = self.state.blocks
         ids = blocks.id[rows]
         for target in Tier:
@@ -195,21 +228,29 @@ class Placement:
             if target is Tier.HOST:
                 moving = ~blocks.has_copy(rows, Tier.HOST)
             else:
-                moving = ~self._has_other_copy(rows, tier)
+                moving = ~self._backed(tier, rows)
             yield from self.copy(tier, target, rows[moving], ids[moving])
-        leaving = rows[
-            (blocks.id[rows] == ids) & blocks.has_copy(rows, tier) & self._eligible(tier, rows)
-        ]
-        leaving = leaving[self._has_other_copy(leaving, tier) | (blocks.refs[leaving] == 0)]
-        self._drop(tier, leaving, "capacity", pool)
-        return len(leaving)
+        rows = rows[(blocks.id[rows] == ids) & self._eligible(tier, rows)]
+        loose = self._loose(tier, rows)
+        self._drop(tier, rows[loose], "capacity", pool)
+        return int(self._sizes(tier, rows[~loose]).min(initial=sys.maxsize))
 
-    def _has_other_copy(self, rows: I64, tier: Tier) -> Bool:
-        found = np.zeros(len(rows), np.bool_)
-        for other in Tier:
-            if other is not tier:
-                found |= self.state.blocks.has_copy(rows, other)
-        return found
+    def _loose(self, tier: Tier, rows: I64) -> Bool:
+        """Which rows lose nothing that anybody holds when they leave the tier."""
+        return np.asarray(self._backed(tier, rows) | (self.state.blocks.refs[rows] == 0))
+
+    def _backed(self, tier: Tier, rows: I64) -> Bool:
+        """Which rows have another copy further down, or one that a worker maps.
+
+        Any other copy further up is no reason to leave: it is what lets that copy leave.
+        """
+        blocks = self.state.blocks
+        found = blocks.has_copy(rows, Tier.DEVICE) & (blocks.active[rows] > 0)
+        found &= tier is not Tier.DEVICE
+        for lower in Tier:
+            if lower > tier:
+                found |= blocks.has_copy(rows, lower)
+        return np.asarray(found)
 
     def _drop(self, tier: Tier, rows: I64, reason: str, for_pool: int | None = None) -> None:
         """Log that copies are gone and free their slots. Mutates."""
@@ -226,11 +267,24 @@ class Placement:
             name = Tier(to).label if to < len(Tier) else GONE
             self.counters.evicted(tier.label, name, reason, int(count))
         records = self._records(Kind.DROP, rows, tier, slots)
-        self.policies[tier].forget(rows)
+        self.forget(tier, rows)
         self.commit(records)
         if tier is not Tier.DISK and for_pool is not None:
             for pool in np.unique(pools[pools != for_pool]):
                 self.tables.punch(tier, int(pool), slots[pools == pool])
+
+    def forget(self, tier: Tier, rows: I64) -> None:
+        """Copies of these rows are about to be logged as gone. Mutates."""
+        self.policies[tier].forget(rows)
+        self._outdate(tier, rows)
+
+    def _outdate(self, tier: Tier, rows: I64) -> None:
+        """What moves under way read of these rows in the tier is not their payload any more."""
+        if not (self._busy_of(tier, rows) > 0).any():
+            return
+        for copying in self._copying:
+            if copying.source is tier:
+                copying.current &= ~np.isin(copying.rows, rows)
 
     def _records(self, kind: Kind, rows: I64, tier: Tier, slots: I64) -> Records:
         records = blank(len(rows), kind)
@@ -251,48 +305,69 @@ class Placement:
         done = 0
         for pool, members in self.state.by_pool(rows):
             names = ids[np.isin(rows, members)] if len(members) != len(rows) else ids
-            for at in range(0, len(members), MOVE_BATCH):
-                part = slice(at, at + MOVE_BATCH)
-                done += yield from self._copy_batch(
-                    source, target, pool, members[part], names[part]
-                )
+            at, batch_max = 0, MOVE_BATCH
+            while at < len(members):
+                part = slice(at, at + batch_max)
+                try:
+                    done += yield from self._copy_batch(
+                        source, target, pool, members[part], names[part]
+                    )
+                    at += batch_max
+                except PoolExhausted:
+                    batch_max = len(members[part]) // 2
+                    if not batch_max:
+                        break
         return done
 
     def _copy_batch(self, source: Tier, target: Tier, pool: int, rows: I64, ids: U64) -> Flow[int]:
-        self._hold(source, rows)
+        held = rows
+        self._hold(source, held)
         slots = np.zeros(0, np.int64)
         try:
             slots = yield from self.room(target, pool, len(rows))
             alive = self._still(rows, ids, source) & ~self.state.blocks.has_copy(rows, target)
-            rows_alive, ids_alive = rows[alive], ids[alive]
-            if not len(rows_alive):
-                return 0
-            used = slots[: len(rows_alive)]
-            result: Moved = yield self._move(pool, ids_alive, source, rows_alive, target, used)
-            return self._arrived(source, target, rows_alive, ids_alive, used, result)
-        except PoolExhausted:
-            return 0
+            alive &= ~self._being_written(source, rows)
+            rows, ids = rows[alive], ids[alive]
+            return (yield from self._move(pool, ids, source, rows, target, slots[: len(rows)]))
         except (TierFull, TierFailed) as error:
             self.disk_failed(error)
             return 0
         finally:
             self.unhold_slots(target, pool, slots)
-            self._unhold(source, rows)
+            self._unhold(source, held)
 
-    def _move(self, pool: int, ids: U64, source: Tier, rows: I64, target: Tier, slots: I64) -> Move:
+    def _being_written(self, tier: Tier, rows: I64) -> Bool:
+        """Which rows are open blocks of an active sequence: their worker may write any time."""
+        blocks = self.state.blocks
+        open_ = (blocks.flags[rows] & SEALED) == 0
+        return np.asarray(open_ & (blocks.active[rows] > 0) & (tier is Tier.DEVICE))
+
+    def _move(
+        self, pool: int, ids: U64, source: Tier, rows: I64, target: Tier, slots: I64
+    ) -> Flow[int]:
+        """Carry payloads over and log the copies that arrived; returns how many."""
+        if not len(rows):
+            return 0
         source_slots = self.state.blocks.slot[source][rows].astype(np.int64)
-        return Move(pool, ids, source, source_slots, target, slots)
+        copying = _Copying(source, rows, np.ones(len(rows), np.bool_))
+        self._copying.append(copying)
+        self._hold(source, rows)
+        try:
+            result: Moved = yield Move(pool, ids, source, source_slots, target, slots)
+        finally:
+            self._unhold(source, rows)
+            self._copying.remove(copying)
+        return self._arrived(copying, target, ids, slots, result)
 
     def _still(self, rows: I64, ids: U64, tier: Tier) -> Bool:
         """Which rows still hold these blocks with a copy in the tier."""
         blocks = self.state.blocks
         return np.asarray((blocks.id[rows] == ids) & blocks.has_copy(rows, tier))
 
-    def _arrived(
-        self, source: Tier, target: Tier, rows: I64, ids: U64, slots: I64, result: Moved
-    ) -> int:
+    def _arrived(self, copying: _Copying, target: Tier, ids: U64, slots: I64, result: Moved) -> int:
         """Log the copies that arrived; forget source copies that turned out damaged."""
-        alive = self._still(rows, ids, source)
+        source, rows = copying.source, copying.rows
+        alive = copying.current & self._still(rows, ids, source)
         sound = result.ok & self._sums_agree(source, rows, result)
         good = alive & sound & ~self.state.blocks.has_copy(rows, target)
         if good.any():
@@ -301,6 +376,8 @@ class Placement:
             records["extra_lo"] = result.sum_lo[good]
             self.commit(records)
             self.policies[target].touch(rows[good])
+            if target is Tier.DEVICE:
+                self.trust(rows[good])
             shape = self.state.pools[int(self.state.pool_of(rows[:1])[0])]
             moved_bytes = int(np.count_nonzero(good)) * shape.block_bytes
             self.counters.transferred(source.label, target.label, moved_bytes)
@@ -324,20 +401,21 @@ class Placement:
     def bring_up(self, rows: I64) -> Flow[int]:
         """Give every row a device copy; returns how many leading rows have a usable one.
 
-        The rows must be referenced, so that they cannot vanish meanwhile. Raises PoolExhausted if
-        the device tier has no room for the next block.
+        The rows must be active, so that what is up stays up; where one is not any more, whoever
+        asked has gone, and it ends. Raises PoolExhausted if the device tier has no room for the
+        next block.
         """
         blocks = self.state.blocks
         ids = blocks.id[rows].copy()
-        yield from self._check(rows)
         batch_max = MOVE_BATCH
         while True:
-            lost = np.flatnonzero((blocks.id[rows] != ids) | ~blocks.has_any_copy(rows))
+            kept = (blocks.id[rows] == ids) & blocks.has_any_copy(rows) & (blocks.active[rows] > 0)
+            lost = np.flatnonzero(~kept)
             if len(lost):
                 rows, ids = rows[: lost[0]], ids[: lost[0]]
             missing = np.flatnonzero(~blocks.has_copy(rows, Tier.DEVICE))
             if not len(missing):
-                return self._leading_verified(rows)
+                return self.leading_verified(rows)
             first = int(rows[missing[0]])
             if first in self._arriving:
                 yield Wait(self._arriving[first])
@@ -370,14 +448,8 @@ class Placement:
             slots = yield from self.room(Tier.DEVICE, pool, len(rows))
             alive = self._still(rows, ids, source) & ~blocks.has_copy(rows, Tier.DEVICE)
             moving, names = rows[alive], ids[alive]
-            if len(moving):
-                self._hold(source, moving)
-                used = slots[: len(moving)]
-                try:
-                    result = yield self._move(pool, names, source, moving, Tier.DEVICE, used)
-                finally:
-                    self._unhold(source, moving)
-                self._arrived(source, Tier.DEVICE, moving, names, used, result)
+            used = slots[: len(moving)]
+            yield from self._move(pool, names, source, moving, Tier.DEVICE, used)
         finally:
             self.unhold_slots(Tier.DEVICE, pool, slots)
             for row in rows.tolist():
@@ -391,29 +463,41 @@ class Placement:
         self._unverified = np.zeros(len(self.state.blocks), np.bool_)
         self._unverified[rows] = True
 
+    def trust(self, rows: I64) -> None:
+        """The device copies of these rows were written just now. Mutates."""
+        self._unverified[rows[rows < len(self._unverified)]] = False
+
     def _doubtful(self, rows: I64) -> I64:
         known = rows[rows < len(self._unverified)]
         known = known[self._unverified[known]]
         return known[self.state.blocks.has_copy(known, Tier.DEVICE)]
 
-    def _check(self, rows: I64) -> Flow[None]:
-        """Verify device copies from before the last restart."""
+    def verify(self, rows: I64) -> Flow[bool]:
+        """Check device copies from before the last restart; returns whether there were any.
+
+        Ask before a sequence takes the rows up: a damaged copy that no worker can have mapped
+        goes at once, one that is mapped stays and stays doubtful.
+        """
         blocks = self.state.blocks
+        waited = False
         for pool, members in self.state.by_pool(self._doubtful(rows)):
             for at in range(0, len(members), MOVE_BATCH):
                 part = members[at : at + MOVE_BATCH]
                 ids = blocks.id[part].copy()
                 slots = blocks.slot[Tier.DEVICE][part].astype(np.int64)
                 ok: Bool = yield Check(pool, ids, Tier.DEVICE, slots)
-                alive = self._still(part, ids, Tier.DEVICE)
-                self._unverified[part[alive & ok]] = False
+                waited = True
+                # Doubt ends for a row that another flow has checked, or that came up anew.
+                alive = self._still(part, ids, Tier.DEVICE) & self._unverified[part]
+                self.trust(part[alive & ok])
                 bad = part[alive & ~ok]
                 if len(bad):
                     self.counters.checksum_failures[Tier.DEVICE.label] += len(bad)
-                    # One active holder is the request that asks, which has not got it yet.
-                    self._drop(Tier.DEVICE, bad[blocks.active[bad] <= 1], "corrupt")
+                    self._drop(Tier.DEVICE, bad[blocks.active[bad] == 0], "corrupt")
+        return waited
 
-    def _leading_verified(self, rows: I64) -> int:
+    def leading_verified(self, rows: I64) -> int:
+        """How many leading rows are free of doubt."""
         doubtful = np.isin(rows, self._doubtful(rows))
         return int(np.argmax(doubtful)) if doubtful.any() else len(rows)
 
@@ -455,6 +539,15 @@ class Placement:
         if missing > 0:
             self._busy[tier] = np.concatenate([self._busy[tier], np.zeros(missing, np.int16)])
 
+    @contextmanager
+    def reading(self, tier: Tier, rows: I64) -> Iterator[None]:
+        """Keep the rows' copies in the tier from being evicted meanwhile. Mutates."""
+        self._hold(tier, rows)
+        try:
+            yield
+        finally:
+            self._unhold(tier, rows)
+
     def _hold(self, tier: Tier, rows: I64) -> None:
         self._ensure_busy(tier)
         self._busy[tier][rows] += 1
@@ -467,12 +560,11 @@ class Placement:
         idle, self._idle[tier] = self._idle[tier], Signal()
         idle.set()
 
-    def drop_lower_copies(self, rows: I64, reason: str) -> None:
-        """Copies below the device tier are gone. Mutates."""
+    def reopen(self, rows: I64) -> None:
+        """A worker may write into these open blocks again: copies are stale. Mutates."""
+        self._outdate(Tier.DEVICE, rows)
         for tier in (Tier.HOST, Tier.DISK):
-            here = rows[self.state.blocks.has_copy(rows, tier)]
-            if len(here):
-                self._drop(tier, here, reason)
+            self._drop(tier, rows[self.state.blocks.has_copy(rows, tier)], "stale")
 
     def arriving(self, row: int) -> Signal | None:
         """Set when the row's way up into the device tier, if it is on it, has ended."""
