@@ -9,7 +9,7 @@ from world import World
 from tierkv.core.ids import Tier
 from tierkv.core.invariants import check_invariants
 from tierkv.core.state import State
-from tierkv.errors import CorruptionError, InvalidArgument
+from tierkv.errors import CorruptionError
 
 TOKENS = list(range(1000, 1040))
 OTHER = list(range(2000, 2040))
@@ -23,42 +23,6 @@ def begin(world: World, local: int, tokens: list[int]):
 
 def reserve(world: World, local: int, written: int, total: int):
     return world.run(world.planner.reserve(world.lease, local, written, total))
-
-
-def test_blocks_shared_before_they_were_sealed_stay_in_order() -> None:
-    world = World(8, 8, 0)
-    world.store(1, TOKENS[:4])
-    begin(world, 2, [])
-    view = reserve(world, 2, 0, 10)
-    with pytest.raises(InvalidArgument, match="block 0 is full but not sealed"):
-        world.planner.fork(world.lease, 2, 3, 8)
-    hi, lo = world.write(view.slots, 0, [b"own", b"next"])
-    world.run(world.planner.seal(world.lease, 2, 0, world.chain(TOKENS[:8]), hi, lo))
-    world.planner.fork(world.lease, 2, 3, 10)
-    check_invariants(world.state)
-
-
-@pytest.mark.parametrize("cold", [False, True])
-def test_a_block_shared_with_a_fork_is_sealed_only_when_it_is_ones_own(cold: bool) -> None:
-    world = World(4, 4, 0)
-    world.store(1, TOKENS[:4])
-    world.planner.release(world.lease, [1])
-    if cold:
-        world.store(2, OTHER[:16])
-        world.planner.release(world.lease, [2])
-    begin(world, 3, [])
-    reserve(world, 3, 0, 3)
-    world.planner.fork(world.lease, 3, 4, 3)
-    chain = world.chain(TOKENS[:4])
-    hi, lo = world.write(
-        world.planner.table(world.planner.sequence(world.lease, 3)).slots, 0, [b""]
-    )
-    with pytest.raises(InvalidArgument, match="reserve it first"):
-        world.run(world.planner.seal(world.lease, 3, 0, chain, hi, lo))
-    view = reserve(world, 3, 3, 4)
-    hi, lo = world.write(view.slots, 0, [b"own"])
-    assert world.run(world.planner.seal(world.lease, 3, 0, chain, hi, lo)).sealed == 1
-    check_invariants(world.state)
 
 
 def test_a_damaged_block_that_must_be_copied_is_an_error_not_an_endless_try() -> None:

@@ -8,9 +8,12 @@ from world import SHAPE, World
 
 from tierkv.core.ids import Tier
 from tierkv.core.invariants import active_without_device_copy, check_invariants
+from tierkv.core.records import Kind, blank
 from tierkv.errors import (
     CorruptionError,
     InvalidArgument,
+    InvariantViolation,
+    LeaseLost,
     LimitExceeded,
     NotOwner,
     PoolExhausted,
@@ -384,6 +387,28 @@ def test_replaying_the_log_gives_the_same_state() -> None:
     assert world.state.sequences.keys() == twin.sequences.keys()
 
 
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (Kind.SEQ_OPEN, {"id": 77 << 32}),
+        (Kind.SEQ_CLOSE, {"id": 77}),
+        (Kind.ALLOC, {"id": 5, "aux": 9, "key": 3}),
+        (Kind.PLACE, {"key": 10**6, "id": 5}),
+        (Kind.DROP, {"key": 0, "id": 1, "tier": 1, "loc": 10**6}),
+    ],
+)
+def test_a_record_that_names_what_does_not_exist_is_a_violation(
+    kind: Kind, values: dict[str, int]
+) -> None:
+    world = World(4, 4, 0)
+    world.store(1, TOKENS[:4])
+    record = blank(1, kind)
+    for name, value in values.items():
+        record[name] = value
+    with pytest.raises(InvariantViolation):
+        world.state.apply(record)
+
+
 def test_bad_requests_are_typed_errors_and_change_nothing() -> None:
     world = World(4, 0, 0)
     world.store(1, TOKENS[:8])
@@ -394,6 +419,8 @@ def test_bad_requests_are_typed_errors_and_change_nothing() -> None:
     zero = np.zeros(1, np.uint64)
     with pytest.raises(UnknownNamespace):
         world.run(plan.acquire(lease, 9, 2, chain))
+    with pytest.raises(LeaseLost):
+        world.run(plan.acquire(77, world.namespace, 2, chain))
     with pytest.raises(UnknownSequence):
         world.run(plan.reserve(lease, 5, 0, 4))
     with pytest.raises(NotOwner):

@@ -112,14 +112,21 @@ class FakeTiers:
 class World:
     """State, placement, planner and fake tiers, driven inline; keeps the log of all records."""
 
-    def __init__(self, device: int, host: int, disk: int, shape: PoolShape = SHAPE) -> None:
+    def __init__(
+        self,
+        device: int,
+        host: int,
+        disk: int,
+        shape: PoolShape = SHAPE,
+        tiers: FakeTiers | None = None,
+    ) -> None:
         self.budgets = {
             Tier.DEVICE: device * shape.block_bytes,
             Tier.HOST: host * shape.block_bytes,
             Tier.DISK: disk * shape.block_bytes,
         }
         self.log: list[np.ndarray] = []
-        self.tiers = FakeTiers(shape.block_tokens)
+        self.tiers = tiers or FakeTiers(shape.block_tokens)
         self.state = State(self.budgets, lambda _tier, pool: pool.block_bytes)
         self.counters = Counters()
         self._assemble()
@@ -155,17 +162,19 @@ class World:
         halves = hashes.view("<u8").reshape(-1, 2)
         return Chain(halves[:, 0].copy(), halves[:, 1].copy(), full, np.zeros(len(full), np.uint64))
 
-    def write(self, slots: Any, start_block: int, payloads: list[bytes]) -> tuple[Any, Any]:
+    def write(
+        self, slots: Any, start_block: int, payloads: list[bytes], pool: int = 0
+    ) -> tuple[Any, Any]:
         """Write payloads into device slots; returns their checksums (hi, lo)."""
         sums = []
         for n, payload in enumerate(payloads):
-            self.tiers.at(Tier.DEVICE, 0, slots[start_block + n]).payload = payload
+            self.tiers.at(Tier.DEVICE, pool, slots[start_block + n]).payload = payload
             sums.append(checksum(payload))
         pairs = np.array(sums, np.uint64).reshape(-1, 2)
         return pairs[:, 0].copy(), pairs[:, 1].copy()
 
-    def payload(self, slots: Any, block: int) -> bytes:
-        return self.tiers.at(Tier.DEVICE, 0, slots[block]).payload
+    def payload(self, slots: Any, block: int, pool: int = 0) -> bytes:
+        return self.tiers.at(Tier.DEVICE, pool, slots[block]).payload
 
     def store(self, local: int, tokens: list[int], tag: bytes = b"") -> Any:
         """Begin, fill and seal a sequence of full blocks; payload = tag + tokens of the chain."""

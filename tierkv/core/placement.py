@@ -6,7 +6,9 @@ copies of faster tiers only, so flows cannot wait for each other in a circle.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +17,7 @@ import numpy as np
 from tierkv.core.blocks import SEALED, Blocks
 from tierkv.core.counters import GONE, Counters
 from tierkv.core.effects import Check, Flow, Move, Moved, Signal, Wait
-from tierkv.core.ids import I64, RAM_TIERS, U32, U64, Bool, Tier
+from tierkv.core.ids import I64, U32, U64, Bool, Tier
 from tierkv.core.policy import EvictionPolicy
 from tierkv.core.records import Kind, Records, blank
 from tierkv.core.state import State
@@ -67,6 +69,15 @@ class SlotTables(Protocol):
         ...
 
 
+@dataclass(eq=False)
+class _Copying:
+    """A move under way. ``current`` [n]: the source still holds what the move began to read."""
+
+    source: Tier
+    rows: I64
+    current: Bool
+
+
 class Placement:
     """Copies of blocks in tiers. Owns the order of eviction and what is in flight."""
 
@@ -91,6 +102,7 @@ class Placement:
         self._idle = {tier: Signal() for tier in Tier}
         self._making_room: dict[Tier, Signal | None] = dict.fromkeys(Tier)
         self._arriving: dict[int, Signal] = {}
+        self._copying: list[_Copying] = []
         self._unverified: U64 = np.zeros(0, np.uint64)
         """Per row: the block whose device copy outlived a daemon and was not checked yet, or 0."""
 
@@ -111,11 +123,14 @@ class Placement:
         if count * size <= self.state.free_bytes(tier):
             return slots.hold(count)
         signal = self._making_room[tier] = Signal()
+        stuck_bytes = sys.maxsize
         try:
             while (need := count * size - self.state.free_bytes(tier)) > 0:
-                freed = yield from self._evict(tier, pool, need)
-                if not freed:
+                victims = yield from self._victims(tier, need, stuck_bytes)
+                if not len(victims):
                     raise self._exhausted(tier, pool, count)
+                # Where a block of this size found no room below, a larger one need not try.
+                stuck_bytes = min(stuck_bytes, (yield from self._demote(tier, pool, victims)))
             return slots.hold(count)
         finally:
             self._making_room[tier] = None
@@ -131,7 +146,11 @@ class Placement:
 
     def evictable(self, tier: Tier) -> int:
         """Blocks that could leave the tier now. Looks at every block: not for the hot path."""
-        return int(np.count_nonzero(self._eligible(tier, self.state.live_rows())))
+        rows = self.state.live_rows()
+        leaving = self._eligible(tier, rows)
+        if not any(self.enabled(lower) for lower in Tier if lower > tier):
+            leaving &= self._loose(tier, rows)
+        return int(np.count_nonzero(leaving))
 
     def _exhausted(self, tier: Tier, pool: int, count: int) -> PoolExhausted:
         size = self.state.slot_bytes(tier, pool)
@@ -151,10 +170,10 @@ class Placement:
         blocks = self.state.blocks
         free: Bool = blocks.has_copy(rows, tier) & (self._busy_of(tier, rows) == 0)
         if tier is Tier.DEVICE:
-            free &= blocks.active[rows] == 0
-        if not any(self.enabled(lower) for lower in Tier if lower > tier):
-            free &= (blocks.refs[rows] == 0) | self._has_other_copy(rows, tier)
-        return free
+            return np.asarray(free & (blocks.active[rows] == 0))
+        if tier is Tier.HOST:
+            return free
+        return free & self._loose(tier, rows)
 
     def _sizes(self, tier: Tier, rows: I64) -> I64:
         pool_bytes = np.array(
@@ -162,30 +181,33 @@ class Placement:
         )
         return np.asarray(pool_bytes[self.state.pool_of(rows)])
 
-    def _evict(self, tier: Tier, pool: int, need: int) -> Flow[int]:
-        """Free at least ``need`` bytes of the tier if possible; returns blocks dropped from it."""
-        stuck = np.zeros(0, np.int64)  # no tier below had room for them
+    def _victims(self, tier: Tier, need: int, stuck_bytes: int) -> Flow[I64]:
+        """Rows that may leave the tier, worth ``need`` bytes at least; none if there are too few.
 
-        def eligible(rows: I64) -> Bool:
-            return self._eligible(tier, rows) & ~np.isin(rows, stuck)
+        Blocks of ``stuck_bytes`` and more cannot be copied down now, so they may leave only if
+        nothing is lost with them.
+        """
+        blocks = self.state.blocks
 
-        try:
-            while True:
-                victims = self.policies[tier].victims(
-                    need, eligible, lambda rows: self._sizes(tier, rows)
-                )
-                if len(victims) and self._sizes(tier, victims).sum() >= need:
-                    dropped = yield from self._demote(tier, pool, victims)
-                    if dropped:
-                        return dropped
-                    stuck = np.concatenate([stuck, victims])
-                elif not self._may_become_idle(tier):
-                    return 0
-                else:
-                    # Copies in flight keep blocks from leaving; they end by themselves.
-                    yield Wait(self._idle[tier])
-        finally:
-            self.policies[tier].relist(stuck[self.state.blocks.has_copy(stuck, tier)])
+        def may_leave(rows: I64) -> Bool:
+            stuck = (self._sizes(tier, rows) >= stuck_bytes) & ~self._loose(tier, rows)
+            return np.asarray(self._eligible(tier, rows) & ~stuck)
+
+        def stays(rows: I64) -> Bool:
+            # A block that is mapped is touched when it is let go; any other keeps its place.
+            mapped = (tier is Tier.DEVICE) & (blocks.active[rows] > 0)
+            return np.asarray(blocks.has_copy(rows, tier) & ~mapped)
+
+        while True:
+            victims = self.policies[tier].victims(
+                need, may_leave, stays, lambda rows: self._sizes(tier, rows)
+            )
+            if len(victims) and self._sizes(tier, victims).sum() >= need:
+                return victims
+            if not self._may_become_idle(tier):
+                return np.zeros(0, np.int64)
+            # Copies in flight keep blocks from leaving; they come to an end by themselves.
+            yield Wait(self._idle[tier])
 
     def _may_become_idle(self, tier: Tier) -> bool:
         """Whether a move in flight is all that keeps some block in the tier."""
@@ -198,7 +220,10 @@ class Placement:
         )
 
     def _demote(self, tier: Tier, pool: int, rows: I64) -> Flow[int]:
-        """Rows leave the tier, each after another copy is safe (or if nobody holds it)."""
+        """Rows leave the tier, each after another copy is safe (or if nobody holds it).
+
+        Returns the size of the smallest one that had to stay for want of room below.
+        """
         blocks = self.state.blocks
         ids = blocks.id[rows]
         for target in Tier:
@@ -207,21 +232,29 @@ class Placement:
             if target is Tier.HOST:
                 moving = ~blocks.has_copy(rows, Tier.HOST)
             else:
-                moving = ~self._has_other_copy(rows, tier)
+                moving = ~self._backed(tier, rows)
             yield from self.copy(tier, target, rows[moving], ids[moving])
-        leaving = rows[
-            (blocks.id[rows] == ids) & blocks.has_copy(rows, tier) & self._eligible(tier, rows)
-        ]
-        leaving = leaving[self._has_other_copy(leaving, tier) | (blocks.refs[leaving] == 0)]
-        self._drop(tier, leaving, "capacity", pool)
-        return len(leaving)
+        rows = rows[(blocks.id[rows] == ids) & self._eligible(tier, rows)]
+        loose = self._loose(tier, rows)
+        self._drop(tier, rows[loose], "capacity", pool)
+        return int(self._sizes(tier, rows[~loose]).min(initial=sys.maxsize))
 
-    def _has_other_copy(self, rows: I64, tier: Tier) -> Bool:
-        found = np.zeros(len(rows), np.bool_)
-        for other in Tier:
-            if other is not tier:
-                found |= self.state.blocks.has_copy(rows, other)
-        return found
+    def _loose(self, tier: Tier, rows: I64) -> Bool:
+        """Which rows lose nothing that anybody holds when they leave the tier."""
+        return np.asarray(self._backed(tier, rows) | (self.state.blocks.refs[rows] == 0))
+
+    def _backed(self, tier: Tier, rows: I64) -> Bool:
+        """Which rows have another copy further down, or one that a worker maps.
+
+        Any other copy further up is no reason to leave: it is what lets that copy leave.
+        """
+        blocks = self.state.blocks
+        found = blocks.has_copy(rows, Tier.DEVICE) & (blocks.active[rows] > 0)
+        found &= tier is not Tier.DEVICE
+        for lower in Tier:
+            if lower > tier:
+                found |= blocks.has_copy(rows, lower)
+        return np.asarray(found)
 
     def _drop(self, tier: Tier, rows: I64, reason: str, for_pool: int | None = None) -> None:
         """Log that copies are gone and free their slots. Mutates."""
@@ -238,14 +271,24 @@ class Placement:
             name = Tier(to).label if to < len(Tier) else GONE
             self.counters.evicted(tier.label, name, reason, int(count))
         records = self._records(Kind.DROP, rows, tier, slots)
-        self.policies[tier].forget(rows)
-        if tier is Tier.DEVICE:
-            # Whatever takes its place was checked on its way.
-            self._no_longer_doubtful(rows)
+        self.forget(tier, rows)
         self.commit(records)
         if tier is not Tier.DISK and for_pool is not None:
             for pool in np.unique(pools[pools != for_pool]):
                 self.tables.punch(tier, int(pool), slots[pools == pool])
+
+    def forget(self, tier: Tier, rows: I64) -> None:
+        """Copies of these rows are about to be logged as gone. Mutates."""
+        self.policies[tier].forget(rows)
+        self._outdate(tier, rows)
+
+    def _outdate(self, tier: Tier, rows: I64) -> None:
+        """What moves under way read of these rows in the tier is not their payload any more."""
+        if not (self._busy_of(tier, rows) > 0).any():
+            return
+        for copying in self._copying:
+            if copying.source is tier:
+                copying.current &= ~np.isin(copying.rows, rows)
 
     def _records(self, kind: Kind, rows: I64, tier: Tier, slots: I64) -> Records:
         records = blank(len(rows), kind)
@@ -273,47 +316,62 @@ class Placement:
                     done += yield from self._copy_batch(
                         source, target, pool, members[part], names[part]
                     )
+                    at += batch_max
                 except PoolExhausted:
                     batch_max = len(members[part]) // 2
                     if not batch_max:
                         break
-                else:
-                    at += batch_max
         return done
 
     def _copy_batch(self, source: Tier, target: Tier, pool: int, rows: I64, ids: U64) -> Flow[int]:
-        self._hold(source, rows)
+        held = rows
+        self._hold(source, held)
         slots = np.zeros(0, np.int64)
         try:
             slots = yield from self.room(target, pool, len(rows))
             alive = self._still(rows, ids, source) & ~self.state.blocks.has_copy(rows, target)
-            rows_alive, ids_alive = rows[alive], ids[alive]
-            if not len(rows_alive):
-                return 0
-            used = slots[: len(rows_alive)]
-            result: Moved = yield self._move(pool, ids_alive, source, rows_alive, target, used)
-            return self._arrived(source, target, rows_alive, ids_alive, used, result)
+            alive &= ~self._being_written(source, rows)
+            rows, ids = rows[alive], ids[alive]
+            return (yield from self._move(pool, ids, source, rows, target, slots[: len(rows)]))
         except (TierFull, TierFailed) as error:
             self.disk_failed(error)
             return 0
         finally:
             self.unhold_slots(target, pool, slots)
-            self._unhold(source, rows)
+            self._unhold(source, held)
 
-    def _move(self, pool: int, ids: U64, source: Tier, rows: I64, target: Tier, slots: I64) -> Move:
+    def _being_written(self, tier: Tier, rows: I64) -> Bool:
+        """Which rows are open blocks of an active sequence: their worker may write any time."""
+        blocks = self.state.blocks
+        open_ = (blocks.flags[rows] & SEALED) == 0
+        return np.asarray(open_ & (blocks.active[rows] > 0) & (tier is Tier.DEVICE))
+
+    def _move(
+        self, pool: int, ids: U64, source: Tier, rows: I64, target: Tier, slots: I64
+    ) -> Flow[int]:
+        """Carry payloads over and log the copies that arrived; returns how many."""
+        if not len(rows):
+            return 0
         source_slots = self.state.blocks.slot[source][rows].astype(np.int64)
-        return Move(pool, ids, source, source_slots, target, slots)
+        copying = _Copying(source, rows, np.ones(len(rows), np.bool_))
+        self._copying.append(copying)
+        self._hold(source, rows)
+        try:
+            result: Moved = yield Move(pool, ids, source, source_slots, target, slots)
+        finally:
+            self._unhold(source, rows)
+            self._copying.remove(copying)
+        return self._arrived(copying, target, ids, slots, result)
 
     def _still(self, rows: I64, ids: U64, tier: Tier) -> Bool:
         """Which rows still hold these blocks with a copy in the tier."""
         blocks = self.state.blocks
         return np.asarray((blocks.id[rows] == ids) & blocks.has_copy(rows, tier))
 
-    def _arrived(
-        self, source: Tier, target: Tier, rows: I64, ids: U64, slots: I64, result: Moved
-    ) -> int:
+    def _arrived(self, copying: _Copying, target: Tier, ids: U64, slots: I64, result: Moved) -> int:
         """Log the copies that arrived; forget source copies that turned out damaged."""
-        alive = self._still(rows, ids, source)
+        source, rows = copying.source, copying.rows
+        alive = copying.current & self._still(rows, ids, source)
         sound = result.ok & self._sums_agree(source, rows, result)
         good = alive & sound & ~self.state.blocks.has_copy(rows, target)
         if good.any():
@@ -322,6 +380,8 @@ class Placement:
             records["extra_lo"] = result.sum_lo[good]
             self.commit(records)
             self.policies[target].touch(rows[good])
+            if target is Tier.DEVICE:
+                self.trust(rows[good])
             shape = self.state.pools[int(self.state.pool_of(rows[:1])[0])]
             moved_bytes = int(np.count_nonzero(good)) * shape.block_bytes
             self.counters.transferred(source.label, target.label, moved_bytes)
@@ -345,16 +405,16 @@ class Placement:
     def bring_up(self, rows: I64) -> Flow[int]:
         """Give every row a device copy; returns how many leading rows have a usable one.
 
-        The rows must be referenced, so that they cannot vanish meanwhile. Raises PoolExhausted if
-        the device tier has no room for the next block.
+        The rows must be active, so that what is up stays up; where one is not any more, whoever
+        asked has gone, and it ends. Raises PoolExhausted if the device tier has no room for the
+        next block.
         """
         blocks = self.state.blocks
         ids = blocks.id[rows].copy()
-        # One active holder is the request that asks, which has not got it yet.
-        yield from self.check(rows, own_holds=1)
         batch_max = MOVE_BATCH
         while True:
-            lost = np.flatnonzero((blocks.id[rows] != ids) | ~blocks.has_any_copy(rows))
+            kept = (blocks.id[rows] == ids) & blocks.has_any_copy(rows) & (blocks.active[rows] > 0)
+            lost = np.flatnonzero(~kept)
             if len(lost):
                 rows, ids = rows[: lost[0]], ids[: lost[0]]
             missing = np.flatnonzero(~blocks.has_copy(rows, Tier.DEVICE))
@@ -392,26 +452,13 @@ class Placement:
             slots = yield from self.room(Tier.DEVICE, pool, len(rows))
             alive = self._still(rows, ids, source) & ~blocks.has_copy(rows, Tier.DEVICE)
             moving, names = rows[alive], ids[alive]
-            if len(moving):
-                self._hold(source, moving)
-                used = slots[: len(moving)]
-                try:
-                    result = yield self._move(pool, names, source, moving, Tier.DEVICE, used)
-                finally:
-                    self._unhold(source, moving)
-                self._arrived(source, Tier.DEVICE, moving, names, used, result)
+            used = slots[: len(moving)]
+            yield from self._move(pool, names, source, moving, Tier.DEVICE, used)
         finally:
             self.unhold_slots(Tier.DEVICE, pool, slots)
             for row in rows.tolist():
                 del self._arriving[row]
             signal.set()
-
-    def disk_returned(self) -> None:
-        """The disk takes copies again, so blocks that had nowhere to go may leave. Mutates."""
-        self.disk_paused = False
-        rows = self.state.live_rows()
-        for tier in RAM_TIERS:
-            self.policies[tier].relist(rows[self.state.blocks.has_copy(rows, tier)])
 
     # --- verification after a restart -------------------------------------------------------------
 
@@ -420,37 +467,42 @@ class Placement:
         self._unverified = np.zeros(len(self.state.blocks), np.uint64)
         self._unverified[rows] = self.state.blocks.id[rows]
 
+    def trust(self, rows: I64) -> None:
+        """The device copies of these rows were written just now. Mutates."""
+        self._unverified[rows[rows < len(self._unverified)]] = 0
+
     def _doubtful(self, rows: I64) -> I64:
         known = rows[rows < len(self._unverified)]
         blocks = self.state.blocks
         doubted = self._unverified[known] == blocks.id[known]
         return np.asarray(known[doubted & blocks.has_copy(known, Tier.DEVICE)])
 
-    def _no_longer_doubtful(self, rows: I64) -> None:
-        self._unverified[rows[rows < len(self._unverified)]] = 0
+    def verify(self, rows: I64) -> Flow[bool]:
+        """Check device copies from before the last restart; returns whether there were any.
 
-    def check(self, rows: I64, own_holds: int) -> Flow[None]:
-        """Verify device copies from before the last restart; damaged ones go.
-
-        Those that somebody else may have mapped stay, unverified. ``own_holds``: how many of the
-        active holders of each row are the caller.
+        Ask before a sequence takes the rows up: a damaged copy that no worker can have mapped
+        goes at once, one that is mapped stays and stays doubtful.
         """
         blocks = self.state.blocks
+        waited = False
         for pool, members in self.state.by_pool(self._doubtful(rows)):
             for at in range(0, len(members), MOVE_BATCH):
                 part = members[at : at + MOVE_BATCH]
                 ids = blocks.id[part].copy()
                 slots = blocks.slot[Tier.DEVICE][part].astype(np.int64)
                 ok: Bool = yield Check(pool, ids, Tier.DEVICE, slots)
-                alive = self._still(part, ids, Tier.DEVICE)
-                self._no_longer_doubtful(part[alive & ok])
+                waited = True
+                # Doubt ends for a row that another flow has checked, or that came up anew.
+                alive = self._still(part, ids, Tier.DEVICE) & (self._unverified[part] == ids)
+                self.trust(part[alive & ok])
                 bad = part[alive & ~ok]
                 if len(bad):
                     self.counters.checksum_failures[Tier.DEVICE.label] += len(bad)
-                    self._drop(Tier.DEVICE, bad[blocks.active[bad] <= own_holds], "corrupt")
+                    self._drop(Tier.DEVICE, bad[blocks.active[bad] == 0], "corrupt")
+        return waited
 
     def leading_verified(self, rows: I64) -> int:
-        """How many leading rows have no device copy that was never checked."""
+        """How many leading rows are free of doubt."""
         doubtful = np.isin(rows, self._doubtful(rows))
         return int(np.argmax(doubtful)) if doubtful.any() else len(rows)
 
@@ -492,6 +544,15 @@ class Placement:
         if missing > 0:
             self._busy[tier] = np.concatenate([self._busy[tier], np.zeros(missing, np.int16)])
 
+    @contextmanager
+    def reading(self, tier: Tier, rows: I64) -> Iterator[None]:
+        """Keep the rows' copies in the tier from being evicted meanwhile. Mutates."""
+        self._hold(tier, rows)
+        try:
+            yield
+        finally:
+            self._unhold(tier, rows)
+
     def _hold(self, tier: Tier, rows: I64) -> None:
         self._ensure_busy(tier)
         self._busy[tier][rows] += 1
@@ -500,21 +561,14 @@ class Placement:
     def _unhold(self, tier: Tier, rows: I64) -> None:
         self._busy[tier][rows] -= 1
         self._busy_total[tier] -= len(rows)
-        self.policies[tier].relist(rows[self.state.blocks.has_copy(rows, tier)])
         idle, self._idle[tier] = self._idle[tier], Signal()
         idle.set()
 
-    def until_unread(self, rows: I64) -> Flow[None]:
-        """Return when no move reads the device copies of these rows."""
-        while self._busy_of(Tier.DEVICE, rows).any():
-            yield Wait(self._idle[Tier.DEVICE])
-
-    def drop_lower_copies(self, rows: I64, reason: str) -> None:
-        """Copies below the device tier are gone. Mutates."""
+    def reopen(self, rows: I64) -> None:
+        """A worker may write into these open blocks again: copies are stale. Mutates."""
+        self._outdate(Tier.DEVICE, rows)
         for tier in (Tier.HOST, Tier.DISK):
-            here = rows[self.state.blocks.has_copy(rows, tier)]
-            if len(here):
-                self._drop(tier, here, reason)
+            self._drop(tier, rows[self.state.blocks.has_copy(rows, tier)], "stale")
 
     def arriving(self, row: int) -> Signal | None:
         """Set when the row's way up into the device tier, if it is on it, has ended."""

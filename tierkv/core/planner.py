@@ -21,6 +21,7 @@ from tierkv.core.state import Lease, PoolShape, Sequence, State
 from tierkv.errors import (
     CorruptionError,
     InvalidArgument,
+    LeaseLost,
     LimitExceeded,
     NotOwner,
     PoolExhausted,
@@ -154,31 +155,60 @@ class Planner:
     def acquire(self, lease: int, namespace: int, local: int, chain: Chain) -> Flow[TableView]:
         """Begin a sequence on the longest cached prefix of ``chain``: pinned, verified, mapped.
 
+        Asked again for a sequence that stands where the first answer left it, or would have,
+        it gives the same answer: the daemon or the connection may have died on the way to it.
+
         Raises UnknownNamespace, LimitExceeded, InvalidArgument.
         """
         self._pool(namespace)
         self._check_size(len(chain))
-        identity = self._new_identity(lease, local)
-        # Asked before, by a worker whose daemon died on the way to the reply: it begins anew, since
-        # nobody knows how far the first attempt came.
-        self.release(lease, [local])
+        if self._identity(lease, local) in self.state.sequences:
+            return (yield from self._acquire_again(lease, local, chain))
         rows = self._match(namespace, chain.hi, chain.lo)
+        if (yield from self.placement.verify(rows)):
+            if self._identity(lease, local) in self.state.sequences:
+                return (yield from self._acquire_again(lease, local, chain))
+            rows = self._match(namespace, chain.hi, chain.lo)
         rows = rows[: self._proven(rows, chain)]
-        by_tier = self._best_tiers(rows)
+        self._check_sequence_limit(lease)
         opened = blank(1, Kind.SEQ_OPEN)
-        opened["id"] = identity
+        opened["id"] = self._identity(lease, local)
         opened["key"] = namespace
-        self.placement.commit(np.concatenate([opened, push(identity, rows.astype(np.uint32))]))
-        sequence = self.state.sequences[identity]
+        records = [opened, push(int(opened["id"][0]), rows.astype(np.uint32))]
+        self.placement.commit(np.concatenate(records))
+        return (yield from self._bring_prefix(self.sequence(lease, local), chain))
+
+    def _acquire_again(self, lease: int, local: int, chain: Chain) -> Flow[TableView]:
+        sequence = self.sequence(lease, local)
+        if sequence.suspended and (yield from self.placement.verify(sequence.rows)):
+            sequence = self.sequence(lease, local)
+        rows, blocks = sequence.rows, self.state.blocks
+        begun = (
+            self._sealed_count(rows) == len(rows) <= len(chain)
+            and np.array_equal(blocks.hash_hi[rows], chain.hi[: len(rows)])
+            and np.array_equal(blocks.hash_lo[rows], chain.lo[: len(rows)])
+        )
+        if not begun:
+            return (yield from self.resume(lease, local))
+        if sequence.suspended:
+            self._log_sequence(Kind.SEQ_RESUME, sequence)
+        return (yield from self._bring_prefix(sequence, chain))
+
+    def _bring_prefix(self, sequence: Sequence, chain: Chain) -> Flow[TableView]:
+        """Bring the sequence's blocks up as far as they fit and are what ``chain`` says."""
+        rows = sequence.rows
+        ids = self.state.blocks.id[rows]
+        by_tier = self._best_tiers(rows)
         try:
             usable = yield from self._bring_leading(rows)
         except PoolExhausted:
-            usable = min(self._leading_in_device(rows), self.placement.leading_verified(rows))
-        if self.state.sequences.get(identity) is not sequence:
-            raise UnknownSequence(f"sequence {local} ended while it was being begun")
+            usable = self._leading_in_device(rows)
+        self._require_unchanged("acquire", sequence, ids)
         usable = min(usable, self._proven(rows[:usable], chain))
         if usable < len(rows):
             self._truncate(sequence, usable)
+        # Recency of the lower copies; and on disk only those of active blocks may leave.
+        self.placement.touch(sequence.rows[::-1])
         view = self.table(sequence)
         hits = np.bincount(by_tier[:usable], minlength=len(Tier)).tolist()
         tokens = chain.tokens.shape[1]
@@ -193,7 +223,8 @@ class Planner:
     def reserve(self, lease: int, local: int, written: int, total: int) -> Flow[TableView]:
         """Room for ``total`` tokens; blocks from token ``written`` on are exclusive.
 
-        All or nothing. Raises PoolExhausted, InvalidArgument, UnknownSequence, CorruptionError.
+        All or nothing. Raises PoolExhausted, InvalidArgument, UnknownSequence, CorruptionError (the
+        block that must be copied is damaged).
         """
         while True:
             sequence = self._active_sequence(lease, local)
@@ -213,15 +244,23 @@ class Planner:
             if not fresh:
                 return self.table(sequence)
             copied = rows[first : first + 1] if keep == first and written % block_tokens else None
+            ids = self.state.blocks.id[rows]
             slots = yield from self.placement.room(Tier.DEVICE, pool, fresh)
             try:
-                again = self.state.sequences.get(sequence.id)
-                if again is not sequence or not np.array_equal(sequence.rows, rows):
+                if not self._steady(sequence, ids):
                     continue
-                if copied is not None and not (yield from self._copy_block(pool, copied, slots)):
+                whole = copied is None or (yield from self._copy_block(pool, copied, slots))
+                if not self._steady(sequence, ids):
                     continue
-                if not np.array_equal(sequence.rows, rows) or sequence.suspended:
+                if self._exclusive_until(rows, first) != keep:
                     continue
+                if not whole:
+                    self.placement.counters.checksum_failures[Tier.DEVICE.label] += 1
+                    raise CorruptionError(
+                        f"block {first} of the sequence is damaged and cannot be copied; truncate "
+                        f"the sequence to {first * block_tokens} tokens or less",
+                        blocks=first,
+                    )
                 self._extend(sequence, keep, slots)
             finally:
                 self.placement.unhold_slots(Tier.DEVICE, pool, slots)
@@ -234,29 +273,31 @@ class Planner:
 
         Raises InvalidArgument, UnknownSequence.
         """
-        sequence = self._active_sequence(lease, local)
-        sealed = self._sealed_count(sequence.rows)
-        if first > sealed or first + len(chain) > len(sequence):
-            raise InvalidArgument(
-                f"seal: blocks {first} to {first + len(chain) - 1} of a sequence with "
-                f"{len(sequence)} blocks, {sealed} of them sealed; blocks are sealed in order"
-            )
-        skip = min(sealed - first, len(chain))
-        self._check_resealed(sequence, first, chain.part(0, skip))
-        chain = chain.part(skip, len(chain))
-        at = first + skip
-        twins = yield from self._twins(lease, local, at, chain)
-        # The world may have moved on while headers were read.
-        sequence = self._active_sequence(lease, local)
-        if self._sealed_count(sequence.rows) != at or len(sequence) < at + len(chain):
-            raise InvalidArgument("seal: the sequence changed while it was being sealed")
-        self._check_own(sequence, at, len(chain))
-        self._take_twins(sequence, at, twins, chain, sum_hi[skip:], sum_lo[skip:])
+        while True:
+            sequence = self._active_sequence(lease, local)
+            rows = sequence.rows
+            sealed = self._sealed_count(rows)
+            if first > sealed or first + len(chain) > len(rows):
+                raise InvalidArgument(
+                    f"seal: blocks {first} to {first + len(chain) - 1} of a sequence with "
+                    f"{len(rows)} blocks, {sealed} of them sealed; blocks are sealed in order"
+                )
+            skip = min(sealed - first, len(chain))
+            self._check_resealed(sequence, first, chain.part(0, skip))
+            rest = chain.part(skip, len(chain))
+            if not len(rest):
+                return self.table(sequence)
+            ids = self.state.blocks.id[rows]
+            twins = yield from self._twins(sequence, ids, sealed, rest)
+            if self._steady(sequence, ids) and self._sealed_count(rows) == sealed:
+                break
+        twins = self._takable(sequence, sealed, twins)
+        self._take_twins(sequence, sealed, twins, rest, sum_hi[skip:], sum_lo[skip:])
         done = len(twins)
         self._seal_own(
             sequence,
-            at + done,
-            chain.part(done, len(chain)),
+            sealed + done,
+            rest.part(done, len(rest)),
             sum_hi[skip + done :],
             sum_lo[skip + done :],
         )
@@ -279,19 +320,14 @@ class Planner:
     def fork(self, lease: int, local: int, new_local: int, tokens: int) -> TableView:
         """A new sequence on the same first ``tokens`` tokens; nothing is copied yet. Mutates."""
         sequence = self._active_sequence(lease, local)
-        identity = self._new_identity(lease, new_local)
+        identity = self._identity(lease, new_local)
         if identity in self.state.sequences:
             return self.table(self.state.sequences[identity])
-        block_tokens = self._block_tokens(sequence)
-        count = -(-tokens // block_tokens)
+        self._check_sequence_limit(lease)
+        count = -(-tokens // self._block_tokens(sequence))
         if tokens < 0 or count > len(sequence):
             raise InvalidArgument(
                 f"fork at {tokens} tokens: the sequence has only {len(sequence)} blocks"
-            )
-        if tokens // block_tokens > (sealed := self._sealed_count(sequence.rows)):
-            # Sealed later in one of the two sequences, they would be out of order in the other.
-            raise InvalidArgument(
-                f"fork at {tokens} tokens: block {sealed} is full but not sealed; seal it first"
             )
         opened = blank(1, Kind.SEQ_OPEN)
         opened["id"] = identity
@@ -315,34 +351,76 @@ class Planner:
         sequence keeps the blocks before it and is active).
         """
         sequence = self.sequence(lease, local)
-        if not sequence.suspended:
+        if sequence.suspended and (yield from self.placement.verify(sequence.rows)):
+            sequence = self.sequence(lease, local)
+        if sequence.suspended:
+            self._log_sequence(Kind.SEQ_RESUME, sequence)
+        elif self._is_up(sequence):
             return self.table(sequence)
-        self._log_sequence(Kind.SEQ_RESUME, sequence)
         rows = sequence.rows
+        ids = self.state.blocks.id[rows]
         try:
             usable = yield from self._bring_leading(rows)
         except PoolExhausted:
-            if self.state.sequences.get(sequence.id) is sequence and not sequence.suspended:
-                self.suspend(lease, local)
+            self._suspend_unless_up(sequence)
             raise
-        sequence = self.sequence(lease, local)
+        self._require_unchanged("resume", sequence, ids)
         if usable < len(rows):
             self._truncate(sequence, usable)
+        self._reopen(sequence)
+        self.placement.touch(sequence.rows[::-1])
+        if usable < len(rows):
             raise CorruptionError(
                 f"block {usable} of the sequence is lost; it keeps the {usable} before it",
                 blocks=usable,
             )
-        # The worker writes on in unsealed blocks: copies made of them are out of date, and one
-        # that is being made would never be right.
-        yield from self.placement.until_unread(rows[self._sealed_count(rows) :])
-        sequence = self._active_sequence(lease, local)
-        blocks = self.state.blocks
-        open_rows = sequence.rows[self._sealed_count(sequence.rows) :]
-        self.placement.drop_lower_copies(open_rows, "stale")
-        slots = blocks.slot[Tier.DEVICE][open_rows].astype(np.int64)
-        pool = self._pool(sequence.namespace)
-        self.placement.tables.open(Tier.DEVICE, pool, slots, blocks.id[open_rows])
         return self.table(sequence)
+
+    def _reopen(self, sequence: Sequence) -> None:
+        """The worker writes on in the unsealed blocks: copies made of them are out of date."""
+        rows, blocks = sequence.rows, self.state.blocks
+        rows = rows[(blocks.flags[rows] & SEALED) == 0]
+        self.placement.reopen(rows)
+        slots = blocks.slot[Tier.DEVICE][rows].astype(np.int64)
+        self.placement.tables.open(
+            Tier.DEVICE, self._pool(sequence.namespace), slots, blocks.id[rows]
+        )
+
+    def _is_up(self, sequence: Sequence) -> bool:
+        """Whether all of an active sequence's blocks have arrived in the device tier."""
+        return bool(self.state.blocks.has_copy(sequence.rows, Tier.DEVICE).all())
+
+    def _suspend_unless_up(self, sequence: Sequence) -> None:
+        """A flow gives up on bringing the sequence up. Mutates."""
+        if self.state.sequences.get(sequence.id) is not sequence or sequence.suspended:
+            return
+        if not self._is_up(sequence):
+            self._log_sequence(Kind.SEQ_SUSPEND, sequence)
+            self.placement.touch(sequence.rows[::-1])
+
+    def _unchanged(self, sequence: Sequence, ids: U64) -> bool:
+        """Whether the sequence still stands, is active, and holds these blocks."""
+        return (
+            self.state.sequences.get(sequence.id) is sequence
+            and not sequence.suspended
+            and np.array_equal(self.state.blocks.id[sequence.rows], ids)
+        )
+
+    def _steady(self, sequence: Sequence, ids: U64) -> bool:
+        """The same, and all of its blocks are in the device tier."""
+        return self._unchanged(sequence, ids) and self._is_up(sequence)
+
+    def _require_unchanged(self, verb: str, sequence: Sequence, ids: U64) -> None:
+        """Raise InvalidArgument or UnknownSequence if another request interfered."""
+        if self._unchanged(sequence, ids):
+            return
+        self._suspend_unless_up(sequence)
+        local = sequence.id & (LOCAL_MAX - 1)
+        if self.state.sequences.get(sequence.id) is not sequence:
+            raise UnknownSequence(f"{verb}: sequence {local} was ended meanwhile")
+        raise InvalidArgument(
+            f"{verb}: another request changed sequence {local} meanwhile; ask once at a time"
+        )
 
     def release(self, lease: int, locals_: list[int]) -> None:
         """End sequences; their full blocks stay cached. Unknown names are ignored. Mutates.
@@ -418,7 +496,8 @@ class Planner:
 
     def _leading_in_device(self, rows: I64) -> int:
         missing = np.flatnonzero(~self.state.blocks.has_copy(rows, Tier.DEVICE))
-        return int(missing[0]) if len(missing) else len(rows)
+        rows = rows[: missing[0]] if len(missing) else rows
+        return self.placement.leading_verified(rows)
 
     # --- reserve ----------------------------------------------------------------------------------
 
@@ -436,18 +515,13 @@ class Planner:
     def _copy_block(self, pool: int, row: I64, slots: I64) -> Flow[bool]:
         """Copy-on-write: the payload of ``row`` (shape [1]) into the first of ``slots``.
 
-        False if the block is not there any more. Raises CorruptionError if it is damaged.
+        False if it does not have its checksum.
         """
         blocks = self.state.blocks
-        ids, place = blocks.id[row].copy(), blocks.slot[Tier.DEVICE][row].copy()
-        source = place.astype(np.int64)
-        moved: Moved = yield Move(pool, ids, Tier.DEVICE, source, Tier.DEVICE, slots[:1])
-        if moved.ok[0]:
-            return True
-        if blocks.id[row] == ids and blocks.slot[Tier.DEVICE][row] == place:
-            self.placement.counters.checksum_failures[Tier.DEVICE.label] += 1
-            raise CorruptionError("reserve: the block to be copied and written on is damaged")
-        return False
+        ids, source = blocks.id[row].copy(), blocks.slot[Tier.DEVICE][row].astype(np.int64)
+        with self.placement.reading(Tier.DEVICE, row):
+            moved: Moved = yield Move(pool, ids, Tier.DEVICE, source, Tier.DEVICE, slots[:1])
+        return bool(moved.ok[0])
 
     def _extend(self, sequence: Sequence, keep: int, slots: I64) -> None:
         """Log ``len(slots)`` fresh blocks behind the first ``keep`` of the sequence."""
@@ -471,16 +545,19 @@ class Planner:
         cut_off = sequence.rows[keep:]
         ids = self.state.blocks.id[cut_off].copy()
         self.placement.commit(np.concatenate(records))
+        self.placement.trust(rows)
         self._touch_idle(cut_off[self.state.blocks.id[cut_off] == ids])
 
     # --- seal -------------------------------------------------------------------------------------
 
-    def _twins(self, lease: int, local: int, at: int, chain: Chain) -> Flow[I64]:
-        """Rows of cached blocks that are the same as the leading blocks of ``chain``, proven."""
+    def _twins(self, sequence: Sequence, ids: U64, at: int, chain: Chain) -> Flow[I64]:
+        """Rows of cached blocks that are the same as the leading blocks of ``chain``, proven.
+
+        No rows if the sequence does not hold the blocks ``ids`` any more.
+        """
         blocks = self.state.blocks
-        checked = False
-        while True:
-            sequence = self._active_sequence(lease, local)
+        verified = False
+        while self._unchanged(sequence, ids):
             rows = self.state.index.get_prefix(chain.hi, chain.lo, blocks.hash_hi, blocks.hash_lo)
             if not len(rows):
                 return rows
@@ -491,17 +568,16 @@ class Planner:
             linked &= blocks.namespace[rows] == sequence.namespace
             rows = _leading(rows, linked)
             rows = rows[: self._proven(rows, chain)]
+            if not verified and (yield from self.placement.verify(rows)):
+                verified = True
+                continue
+            rows = rows[: self.placement.leading_verified(rows)]
             coming = [self.placement.arriving(row) for row in rows.tolist()]
             signal = next((one for one in coming if one is not None), None)
-            if signal is not None:
-                yield Wait(signal)
-                continue
-            verified = self.placement.leading_verified(rows)
-            if verified < len(rows) and not checked:
-                yield from self.placement.check(rows, own_holds=0)
-                checked = True
-                continue
-            return (yield from self._prove_on_disk(rows[:verified], chain))
+            if signal is None:
+                return (yield from self._prove_on_disk(rows, chain))
+            yield Wait(signal)
+        return np.zeros(0, np.int64)
 
     def _prove_on_disk(self, rows: I64, chain: Chain) -> Flow[I64]:
         """Cut ``rows`` where a block that is only on disk has other tokens than ``chain``."""
@@ -512,7 +588,8 @@ class Planner:
         ids = blocks.id[rows].copy()
         pool = int(self.state.pool_of(rows[:1])[0])
         slots = blocks.slot[Tier.DISK][rows[cold]].astype(np.int64)
-        headers: Headers = yield ReadHeaders(pool, ids[cold], slots)
+        with self.placement.reading(Tier.DISK, rows[cold]):
+            headers: Headers = yield ReadHeaders(pool, ids[cold], slots)
         same = headers.ok & (headers.tokens == chain.tokens[cold]).all(1)
         same &= headers.extras == chain.extras[cold]
         good = np.ones(len(rows), np.bool_)
@@ -558,9 +635,19 @@ class Planner:
             parents = blocks.parent[chosen]
             self._fill(sequence, slots[cold], chosen, parents, part, sum_hi[cold], sum_lo[cold])
             self.placement.commit(np.concatenate([placed, *self._forget_lower(stale)]))
+        self.placement.touch(twins[::-1])
         self.placement.counters.deduplicated_blocks += len(twins)
         if len(cold):
+            self.placement.trust(chosen)
             self.sealed.append((chosen, blocks.id[chosen].copy()))
+
+    def _takable(self, sequence: Sequence, at: int, twins: I64) -> I64:
+        """The twins, or none if other sequences hold open blocks of this one.
+
+        Who shares a block shares all blocks before it, so no one may swap one of those alone.
+        """
+        shared = self.state.blocks.refs[sequence.rows[at:]] > 1
+        return twins[:0] if shared.any() else twins
 
     def _forget_lower(self, rows: I64) -> list[Records]:
         """DROP records of all copies below the device tier."""
@@ -573,7 +660,7 @@ class Planner:
             records["id"] = blocks.id[here]
             records["tier"] = tier
             records["loc"] = blocks.slot[tier][here]
-            self.placement.policies[tier].forget(here)
+            self.placement.forget(tier, here)
             dropped.append(records)
         return dropped
 
@@ -639,19 +726,25 @@ class Planner:
         sequence = self.sequence(lease, local)
         if sequence.suspended:
             raise InvalidArgument(f"sequence {local} is suspended; resume it first")
+        if not self._is_up(sequence):
+            raise InvalidArgument(
+                f"sequence {local} is still coming up; wait for the answer to the last request"
+            )
         return sequence
 
-    def _new_identity(self, lease: int, local: int) -> int:
+    def _identity(self, lease: int, local: int) -> int:
         if not 1 <= local < LOCAL_MAX:
             raise InvalidArgument(f"sequence number {local}: it must be 1 to {LOCAL_MAX - 1}")
-        identity = sequence_id(lease, local)
-        known = identity in self.state.sequences
-        if not known and len(self.state.lease_sequences[lease]) >= self.limits.sequences:
+        if lease not in self.state.leases:
+            raise LeaseLost(f"lease {lease} has ended, and its sequences with it")
+        return sequence_id(lease, local)
+
+    def _check_sequence_limit(self, lease: int) -> None:
+        if len(self.state.lease_sequences[lease]) >= self.limits.sequences:
             raise LimitExceeded(
                 f"a lease may hold {self.limits.sequences} sequences; end some first",
                 limit=self.limits.sequences,
             )
-        return identity
 
     def _check_size(self, blocks: int) -> None:
         if blocks > self.limits.blocks_per_request:
@@ -677,13 +770,6 @@ class Planner:
             and np.array_equal(blocks.hash_lo[rows], chain.lo)
         ):
             raise InvalidArgument("seal: a block of the sequence is sealed under another hash")
-
-    def _check_own(self, sequence: Sequence, first: int, count: int) -> None:
-        shared = np.flatnonzero(self.state.blocks.refs[sequence.rows[first : first + count]] > 1)
-        if len(shared):
-            raise InvalidArgument(
-                f"seal: block {first + int(shared[0])} is shared with a fork; reserve it first"
-            )
 
     def _log_sequence(self, kind: Kind, sequence: Sequence) -> None:
         records = blank(1, kind)

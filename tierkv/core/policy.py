@@ -15,8 +15,8 @@ SCAN = 1024
 class EvictionPolicy(Protocol):
     """The order of one tier's blocks. The planner owns bytes and eligibility, the policy the order.
 
-    Lookups never touch. A block that is not eligible when it is met leaves the candidate list; the
-    planner touches it again when it becomes eligible.
+    Lookups never touch. A block that cannot leave when it is met either keeps its place (it is
+    just being copied, say) or leaves the order; the planner touches it again when it may leave.
     """
 
     name: str
@@ -25,20 +25,21 @@ class EvictionPolicy(Protocol):
         """Rows were used, least valuable first (a request's blocks: leaf to root). Mutates."""
         ...
 
-    def relist(self, rows: I64) -> None:
-        """Rows became eligible again: those that had left the candidate list re-enter. Mutates."""
-        ...
-
     def forget(self, rows: I64) -> None:
         """Rows left the tier. Mutates."""
         ...
 
     def victims(
-        self, need_bytes: int, eligible: Callable[[I64], Bool], size: Callable[[I64], I64]
+        self,
+        need_bytes: int,
+        eligible: Callable[[I64], Bool],
+        stays: Callable[[I64], Bool],
+        size: Callable[[I64], I64],
     ) -> I64:
         """Rows to evict, first victim first, just enough to free ``need_bytes``.
 
-        Fewer if there are not enough eligible ones. Does not remove them from the order.
+        Fewer if there are not enough eligible ones. Of those that are not, the ones that ``stays``
+        names keep their place, the others leave the order. Victims stay in it until forgotten.
         """
         ...
 
@@ -72,18 +73,16 @@ class Lru:
         self._entry[rows] = np.arange(first, first + len(rows), dtype=np.uint64)
         self._tail += len(rows)
 
-    def relist(self, rows: I64) -> None:
-        """See EvictionPolicy."""
-        if len(rows):
-            self._ensure_rows(int(rows.max()) + 1)
-            self.touch(rows[self._entry[rows] == 0])
-
     def forget(self, rows: I64) -> None:
         """See EvictionPolicy."""
         self._entry[rows[rows < len(self._entry)]] = 0
 
     def victims(
-        self, need_bytes: int, eligible: Callable[[I64], Bool], size: Callable[[I64], I64]
+        self,
+        need_bytes: int,
+        eligible: Callable[[I64], Bool],
+        stays: Callable[[I64], Bool],
+        size: Callable[[I64], I64],
     ) -> I64:
         """See EvictionPolicy."""
         found: list[I64] = []
@@ -95,11 +94,12 @@ class Lru:
             numbers = np.arange(self._base + at, self._base + stop, dtype=np.uint64)
             rows = rows[self._entry[rows] == numbers]
             good = eligible(rows)
-            self._entry[rows[~good]] = 0
-            rows = rows[good]
-            if leading and not len(rows):
+            kept = good | stays(rows)
+            self._entry[rows[~kept]] = 0
+            leading = leading and not kept.any()
+            if leading:
                 self._head = stop
-            leading = leading and not len(rows)
+            rows = rows[good]
             sizes = np.cumsum(size(rows))
             enough = int(np.searchsorted(sizes, need_bytes)) + 1
             found.append(rows[:enough])

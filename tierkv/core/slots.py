@@ -88,7 +88,10 @@ class SlotSet:
         """Mark used numbers as free. Mutates; called by apply only."""
         if not len(numbers):
             return
-        require(self._used[numbers].all(), "a slot was freed that was not used")
+        require(
+            int(numbers.max()) < len(self._used) and self._used[numbers].all(),
+            "a slot was freed that was not used",
+        )
         self._used[numbers] = False
         self.used_count -= len(numbers)
         self._push(numbers)

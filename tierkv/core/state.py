@@ -214,7 +214,12 @@ class State:
             kind = int(kinds[start])
             handler = self._handlers.get(kind)
             if handler is not None:
-                handler(records[start:stop])
+                try:
+                    handler(records[start:stop])
+                except (IndexError, KeyError) as error:
+                    raise InvariantViolation(
+                        f"a record of type {kind} names what does not exist: {error}"
+                    ) from error
             elif kind < 128:
                 raise InvariantViolation(f"record of unknown type {kind}")
 

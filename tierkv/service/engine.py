@@ -91,7 +91,7 @@ class Breaker:
             log.info("disk tier in service again", extra={"tier": "disk"})
 
     def _try_again(self) -> None:
-        self._placement.disk_returned()
+        self._placement.disk_paused = False
         self.on_change()
 
 
