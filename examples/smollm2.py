@@ -62,10 +62,16 @@ def find_model() -> Path | None:
 RANDOM = "random"
 """Names the random stand-in where the path of a model file is expected."""
 
+TINY = "tiny"
+"""Names a random model that is small enough for tests."""
+
 
 def open_model(where: str) -> tuple[Llama, Tokenizer]:
-    """The model of a GGUF file, or the random one for ``RANDOM``. Raises as ``load`` does."""
-    return random_model(seed=0) if where == RANDOM else load(Path(where))
+    """The model of a GGUF file, or of ``RANDOM`` or ``TINY``. Raises as ``load`` does."""
+    stand_ins = {RANDOM: CONFIG, TINY: TINY_CONFIG}
+    if where in stand_ins:
+        return random_model(0, stand_ins[where])
+    return load(Path(where))
 
 
 def check_model(path: Path) -> str:

@@ -9,13 +9,15 @@ if TYPE_CHECKING:
     from tierkv.client import aio
     from tierkv.client.sync import Client, connect
     from tierkv.core.spec import KVSpec
+    from tierkv.manager import KVCacheManager
 
 __version__ = "0.1.0"
-__all__ = ["Client", "KVSpec", "aio", "connect"]
+__all__ = ["Client", "KVCacheManager", "KVSpec", "aio", "connect"]
 
 _HOME = {
     "Client": ("tierkv.client.sync", "Client"),
     "connect": ("tierkv.client.sync", "connect"),
+    "KVCacheManager": ("tierkv.manager", "KVCacheManager"),
     "KVSpec": ("tierkv.core.spec", "KVSpec"),
     "aio": ("tierkv.client.aio", None),
 }

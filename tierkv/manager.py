@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
+from tierkv_wal import RealStorage
 
 from tierkv.core.counters import Counters
 from tierkv.core.effects import Flow
@@ -33,7 +34,6 @@ from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.entry import checksum, split_hashes
 from tierkv.tiers.mover import Mover
 from tierkv.tiers.sizes import slot_bytes
-from tierkv.tiers.storage import OsStorage
 from tierkv.tiers.tables import ArenaTables
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class KVCacheManager:
         self._disk: DiskTier | None = None
         if disk_blocks:
             path = str(self._directory / "disk")
-            self._disk = DiskTier(path, budgets[Tier.DISK], budgets[Tier.DISK], OsStorage())
+            self._disk = DiskTier(path, budgets[Tier.DISK], budgets[Tier.DISK], RealStorage())
             self._disk.add_pool(0, shape.block_bytes, shape.block_tokens)
         for arena in self._arenas.values():
             arena.add_pool(0, shape.block_bytes, shape.block_tokens)

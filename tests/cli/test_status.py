@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import sys
@@ -24,6 +25,7 @@ from tierkv.obs.status import (
     TierStatus,
     to_plain,
 )
+from tierkv.service.last_status import write_last_status
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -70,9 +72,9 @@ class Daemon:
 @pytest.fixture
 def daemon(monkeypatch: pytest.MonkeyPatch) -> Daemon:
     daemon = Daemon()
-    client = ModuleType("tierkv.client")
+    client = ModuleType("tierkv.client.sync")
     client.connect = daemon.connect  # type: ignore[attr-defined]  # a module made for this test
-    monkeypatch.setitem(sys.modules, "tierkv.client", client)
+    monkeypatch.setitem(sys.modules, "tierkv.client.sync", client)
     return daemon
 
 
@@ -179,3 +181,18 @@ def test_plain_tables_are_aligned_and_never_wrap() -> None:
     assert header == "a" + " " * 299 + "  count"
     assert first == wide + "      1"
     assert second == "y" + " " * 299 + "   1000"
+
+
+def test_the_last_status_of_a_daemon_that_is_gone(
+    tierkv: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERKV_SERVER__STATE_DIR", str(tmp_path))
+    code, _, problem = tierkv("status", "--last")
+    assert code == 3
+    assert "no daemon has written its status" in problem
+    asyncio.run(write_last_status(tmp_path, DOCUMENT))
+    assert not list(tmp_path.glob("*.tmp"))
+    code, out, note = tierkv("status", "--last", "--json")
+    assert code == 0
+    assert json.loads(out) == to_plain(DOCUMENT)
+    assert note.startswith("written ")

@@ -58,6 +58,11 @@ def test_the_arena_outlives_the_daemon() -> None:
     assert directives("RemoveIPC") == ["no"]
 
 
+def test_the_daemon_sees_when_the_processes_of_other_users_started() -> None:
+    """A lease of a worker that cannot be seen is closed as a dead worker's after a crash."""
+    assert directives("ProtectProc") in ([], ["default"])
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_accepts_the_unit_and_finds_it_well_confined(tmp_path: Path) -> None:
     unit = tmp_path / "tierkv.service"

@@ -202,7 +202,7 @@ def test_a_second_daemon_on_the_same_state_is_refused(daemon: Daemon) -> None:
         second.settings["server.state_dir"] = str(daemon.state)
         second.launch()
         assert second.process is not None
-        assert second.process.wait(20) == 1
+        assert second.process.wait(20) == 75
         assert "in use by another tierkv process" in second.last_words()
     with daemon.connect() as client:
         assert client.stat()["state"] == "serving"

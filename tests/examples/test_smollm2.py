@@ -146,6 +146,7 @@ def test_special_tokens_are_single_and_silent(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.may_skip_in_ci
 def test_token_count_equals_that_of_llama_cpp(tokenizer: Tokenizer) -> None:
     text = "\n\n".join(topics.values())[:60_000]
     if hashlib.sha256(text.encode()).hexdigest() != COUNTED_TEXT_SHA256:

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tierkv_wal import RealStorage
 
 from tierkv.errors import InvariantViolation, TierFailed, TierFull
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.copy import verify_blocks
 from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.entry import checksum, make_entries
-from tierkv.tiers.storage import OsStorage
 
 BLOCK_BYTES = 5000
 SLOT_BYTES = 4096 + 8192
@@ -38,7 +38,7 @@ def u64(*values: int) -> np.ndarray:
     return np.array(values, np.uint64)
 
 
-class FaultyStorage(OsStorage):
+class FaultyStorage(RealStorage):
     """The real file system, which notes calls and refuses those that a test names."""
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ def test_slots_have_the_documented_bytes(
 def test_long_token_lists_take_more_than_one_header_page(
     open_arena: Callable[..., Arena], data: Path
 ) -> None:
-    disk = DiskTier(str(data), 1 << 20, 1 << 19, OsStorage())
+    disk = DiskTier(str(data), 1 << 20, 1 << 19, RealStorage())
     arena = open_arena()
     arena.add_pool(0, 4096, 2048)
     disk.add_pool(0, 4096, 2048)
@@ -227,7 +227,7 @@ def test_any_batches_of_any_sizes_come_back(
     block_tokens = data.draw(st.integers(1, 40))
     directory = tmp_path_factory.mktemp("any")
     arena = Arena.open(directory, "device", 1 << 20, bytes(16), "boot")
-    disk = DiskTier(str(directory / "data"), 1 << 20, 1 << 17, OsStorage())
+    disk = DiskTier(str(directory / "data"), 1 << 20, 1 << 17, RealStorage())
     arena.add_pool(0, block_bytes, block_tokens)
     disk.add_pool(0, block_bytes, block_tokens)
     width = min(disk.slot_count(0), len(arena.slots(0)) // 2)
@@ -315,7 +315,7 @@ def damaged_block(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     directory = tmp_path_factory.mktemp("damage")
     arena = Arena.open(directory, "device", 1 << 20, bytes(16), "boot")
     arena.add_pool(POOL, BLOCK_BYTES, BLOCK_TOKENS)
-    disk = DiskTier(str(directory / "data"), 40 * SLOT_BYTES, 16 * SLOT_BYTES, OsStorage())
+    disk = DiskTier(str(directory / "data"), 40 * SLOT_BYTES, 16 * SLOT_BYTES, RealStorage())
     disk.add_pool(POOL, BLOCK_BYTES, BLOCK_TOKENS)
     payload = np.random.default_rng(5).integers(0, 256, (3, BLOCK_BYTES), np.uint8)
     arena.payload(POOL)[:3] = payload
@@ -417,7 +417,7 @@ def test_a_failed_write_is_a_typed_error_and_can_be_tried_again(
 
 def test_a_directory_that_cannot_be_made_is_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises(TierFailed, match="cannot make the directory"):
-        DiskTier(str(tmp_path / "missing" / "data"), 1 << 20, 1 << 20, OsStorage())
+        DiskTier(str(tmp_path / "missing" / "data"), 1 << 20, 1 << 20, RealStorage())
 
 
 def test_slots_outside_the_pool_are_refused(arena: Arena, open_disk: OpenDisk) -> None:

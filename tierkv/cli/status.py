@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tierkv.cli.exit_codes import Exit
 from tierkv.cli.options import load_config
 from tierkv.cli.render import print_json, print_table
 from tierkv.config.paths import SYSTEM_SOCKET
-from tierkv.errors import ProtocolError, Unavailable
+from tierkv.errors import NotReady, ProtocolError, Unavailable
 from tierkv.obs.status import SERVING, StatusDocument, from_plain
 from tierkv.units import about_bytes, about_duration, format_ratio
 
@@ -27,7 +28,10 @@ TIMEOUT_S = 2.0
     metavar="PATH",
     help="The daemon's socket; else that of the configuration, else the system daemon's.",
 )
-def status(as_json: bool, socket: str | None) -> int:
+@click.option(
+    "--last", is_flag=True, help="Show what the daemon wrote down last, also if it is gone now."
+)
+def status(as_json: bool, socket: str | None, last: bool) -> int:
     """Show what a running daemon holds and does.
 
     Exits with 0 if it serves, 75 if it does not yet or no more, 3 if there is none.
@@ -35,8 +39,9 @@ def status(as_json: bool, socket: str | None) -> int:
     \b
     tierkv status
     tierkv status --json | jq .prefix.hit_ratio
+    tierkv status --last
     """
-    plain = _ask(socket or _find_socket())
+    plain = _read_last() if last else _ask(socket or _find_socket())
     try:
         document = from_plain(plain)
     except msgspec.ValidationError as error:
@@ -57,15 +62,42 @@ def _find_socket() -> str:
 
 def _ask(socket: str) -> dict[str, Any]:
     try:
-        with import_module("tierkv.client").connect(socket, timeout_s=TIMEOUT_S) as client:
+        with import_module("tierkv.client.sync").connect(socket, timeout_s=TIMEOUT_S) as client:
             plain: dict[str, Any] = client.stat()
             return plain
     except (OSError, Unavailable) as error:
+        if _somebody_listens(error):
+            raise NotReady(
+                f"the daemon does not answer yet, it may be recovering ({socket}); try again"
+            ) from error
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise Unavailable(
             f"no daemon answers: {reason} ({socket}); "
             "start one by `tierkv serve`, or name its socket by --socket"
         ) from error
+
+
+def _somebody_listens(error: Exception) -> bool:
+    """Whether a process holds the socket that does not serve now."""
+    cause = error.__cause__
+    return isinstance(cause, NotReady) or (
+        cause is not None and isinstance(cause.__cause__, TimeoutError)
+    )
+
+
+def _read_last() -> dict[str, Any]:
+    state_dir = Path(load_config(None, ()).config.server.state_dir)
+    last_status = import_module("tierkv.service.last_status")
+    try:
+        content, written_s = last_status.read_last_status(state_dir)
+    except OSError as error:
+        raise Unavailable(
+            f"no daemon has written its status in {state_dir} ({error.strerror}); "
+            "name another directory by TIERKV_SERVER__STATE_DIR"
+        ) from error
+    click.echo(f"written {about_duration(time.time() - written_s)} ago", err=True)
+    plain: dict[str, Any] = msgspec.json.decode(content)
+    return plain
 
 
 def _print(document: StatusDocument) -> None:

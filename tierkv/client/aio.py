@@ -115,7 +115,7 @@ class Client:
         return await self._run(self._core.stat())
 
     async def flush(self, *, timeout_s: float = 600.0) -> None:
-        """Return when all that was sealed is on disk."""
+        """Return when all that was sealed is on disk. Raises TierFailed if that takes none."""
         await self._run(self._core.flush(), timeout_s)
 
     async def close(self) -> None:

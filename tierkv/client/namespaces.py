@@ -59,7 +59,7 @@ class NamespaceCore:
         self.spec = spec
         self.digest = spec.digest
         self.id = 0
-        self.pool: U8 = np.empty((0, spec.block_bytes), np.uint8)
+        self.pool: U8 = np.empty((0, 0), np.uint8)
         self._place: object = None
 
     def ask_open(self) -> Request:

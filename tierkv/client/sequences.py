@@ -207,6 +207,9 @@ class SequenceCore:
         if len(ids):
             self.require_writable(self.num_tokens, len(ids))
             self._record(ids)
+        yield from self._seal_full()
+
+    def _seal_full(self) -> Steps[None]:
         full = self.num_tokens // self.block_tokens
         if full > self.sealed:
             yield from self._seal(self.sealed, full)
@@ -268,6 +271,7 @@ class SequenceCore:
     def fork(self) -> Steps[SequenceCore]:
         """A new sequence with the same tokens; both must reserve before they write again."""
         self.require_active()
+        yield from self._seal_full()
         number = self.client.next_number()
         self.writable_end = 0
         self.client.opening.add(number)

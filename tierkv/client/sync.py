@@ -111,7 +111,7 @@ class Client:
         return self._run(self._core.stat())
 
     def flush(self, *, timeout_s: float = 600.0) -> None:
-        """Return when all that was sealed is on disk."""
+        """Return when all that was sealed is on disk. Raises TierFailed if that takes none."""
         self._run(self._core.flush(), timeout_s)
 
     def close(self) -> None:

@@ -86,6 +86,8 @@ class Blocks:
         self.parent[rows] = 0
         self.refs[rows] = 0
         self.active[rows] = 0
+        self.hash_hi[rows] = 0
+        self.hash_lo[rows] = 0
         self.sum_hi[rows] = 0
         self.sum_lo[rows] = 0
         for column in self.slot:

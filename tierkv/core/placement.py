@@ -15,7 +15,7 @@ import numpy as np
 from tierkv.core.blocks import SEALED, Blocks
 from tierkv.core.counters import GONE, Counters
 from tierkv.core.effects import Check, Flow, Move, Moved, Signal, Wait
-from tierkv.core.ids import I64, U32, U64, Bool, Tier
+from tierkv.core.ids import I64, RAM_TIERS, U32, U64, Bool, Tier
 from tierkv.core.policy import EvictionPolicy
 from tierkv.core.records import Kind, Records, blank
 from tierkv.core.state import State
@@ -151,11 +151,10 @@ class Placement:
         blocks = self.state.blocks
         free: Bool = blocks.has_copy(rows, tier) & (self._busy_of(tier, rows) == 0)
         if tier is Tier.DEVICE:
-            return np.asarray(free & (blocks.active[rows] == 0))
-        if tier is Tier.HOST:
-            return free
-        upper = blocks.has_copy(rows, Tier.DEVICE) | blocks.has_copy(rows, Tier.HOST)
-        return np.asarray(free & ((blocks.refs[rows] == 0) | upper))
+            free &= blocks.active[rows] == 0
+        if not any(self.enabled(lower) for lower in Tier if lower > tier):
+            free &= (blocks.refs[rows] == 0) | self._has_other_copy(rows, tier)
+        return free
 
     def _sizes(self, tier: Tier, rows: I64) -> I64:
         pool_bytes = np.array(
@@ -165,16 +164,28 @@ class Placement:
 
     def _evict(self, tier: Tier, pool: int, need: int) -> Flow[int]:
         """Free at least ``need`` bytes of the tier if possible; returns blocks dropped from it."""
-        while True:
-            victims = self.policies[tier].victims(
-                need, lambda rows: self._eligible(tier, rows), lambda rows: self._sizes(tier, rows)
-            )
-            if len(victims) and self._sizes(tier, victims).sum() >= need:
-                return (yield from self._demote(tier, pool, victims))
-            if not self._may_become_idle(tier):
-                return 0
-            # Copies in flight keep blocks from leaving; they come to an end by themselves.
-            yield Wait(self._idle[tier])
+        stuck = np.zeros(0, np.int64)  # no tier below had room for them
+
+        def eligible(rows: I64) -> Bool:
+            return self._eligible(tier, rows) & ~np.isin(rows, stuck)
+
+        try:
+            while True:
+                victims = self.policies[tier].victims(
+                    need, eligible, lambda rows: self._sizes(tier, rows)
+                )
+                if len(victims) and self._sizes(tier, victims).sum() >= need:
+                    dropped = yield from self._demote(tier, pool, victims)
+                    if dropped:
+                        return dropped
+                    stuck = np.concatenate([stuck, victims])
+                elif not self._may_become_idle(tier):
+                    return 0
+                else:
+                    # Copies in flight keep blocks from leaving; they end by themselves.
+                    yield Wait(self._idle[tier])
+        finally:
+            self.policies[tier].relist(stuck[self.state.blocks.has_copy(stuck, tier)])
 
     def _may_become_idle(self, tier: Tier) -> bool:
         """Whether a move in flight is all that keeps some block in the tier."""
@@ -255,11 +266,19 @@ class Placement:
         done = 0
         for pool, members in self.state.by_pool(rows):
             names = ids[np.isin(rows, members)] if len(members) != len(rows) else ids
-            for at in range(0, len(members), MOVE_BATCH):
-                part = slice(at, at + MOVE_BATCH)
-                done += yield from self._copy_batch(
-                    source, target, pool, members[part], names[part]
-                )
+            at, batch_max = 0, MOVE_BATCH
+            while at < len(members):
+                part = slice(at, at + batch_max)
+                try:
+                    done += yield from self._copy_batch(
+                        source, target, pool, members[part], names[part]
+                    )
+                except PoolExhausted:
+                    batch_max = len(members[part]) // 2
+                    if not batch_max:
+                        break
+                else:
+                    at += batch_max
         return done
 
     def _copy_batch(self, source: Tier, target: Tier, pool: int, rows: I64, ids: U64) -> Flow[int]:
@@ -274,8 +293,6 @@ class Placement:
             used = slots[: len(rows_alive)]
             result: Moved = yield self._move(pool, ids_alive, source, rows_alive, target, used)
             return self._arrived(source, target, rows_alive, ids_alive, used, result)
-        except PoolExhausted:
-            return 0
         except (TierFull, TierFailed) as error:
             self.disk_failed(error)
             return 0
@@ -388,6 +405,13 @@ class Placement:
             for row in rows.tolist():
                 del self._arriving[row]
             signal.set()
+
+    def disk_returned(self) -> None:
+        """The disk takes copies again, so blocks that had nowhere to go may leave. Mutates."""
+        self.disk_paused = False
+        rows = self.state.live_rows()
+        for tier in RAM_TIERS:
+            self.policies[tier].relist(rows[self.state.blocks.has_copy(rows, tier)])
 
     # --- verification after a restart -------------------------------------------------------------
 

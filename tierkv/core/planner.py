@@ -30,6 +30,9 @@ from tierkv.errors import (
 
 LOCAL_MAX = 2**32
 
+RECORDS_PER_BLOCK_MAX = 3
+"""Most records that one commit makes for one block of a request (a place and two drops)."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -126,6 +129,7 @@ class Planner:
     def lookup(self, namespace: int, hi: U64, lo: U64) -> tuple[int, int, int]:
         """Leading blocks that are cached, by the best tier each is in. Touches nothing."""
         self._pool(namespace)
+        self._check_size(len(hi))
         rows = self._match(namespace, hi, lo)
         return self._count_tiers(rows)
 
@@ -169,7 +173,7 @@ class Planner:
         try:
             usable = yield from self._bring_leading(rows)
         except PoolExhausted:
-            usable = self._leading_in_device(rows)
+            usable = min(self._leading_in_device(rows), self.placement.leading_verified(rows))
         if self.state.sequences.get(identity) is not sequence:
             raise UnknownSequence(f"sequence {local} ended while it was being begun")
         usable = min(usable, self._proven(rows[:usable], chain))
@@ -189,7 +193,7 @@ class Planner:
     def reserve(self, lease: int, local: int, written: int, total: int) -> Flow[TableView]:
         """Room for ``total`` tokens; blocks from token ``written`` on are exclusive.
 
-        All or nothing. Raises PoolExhausted, InvalidArgument, UnknownSequence.
+        All or nothing. Raises PoolExhausted, InvalidArgument, UnknownSequence, CorruptionError.
         """
         while True:
             sequence = self._active_sequence(lease, local)
@@ -246,6 +250,7 @@ class Planner:
         sequence = self._active_sequence(lease, local)
         if self._sealed_count(sequence.rows) != at or len(sequence) < at + len(chain):
             raise InvalidArgument("seal: the sequence changed while it was being sealed")
+        self._check_own(sequence, at, len(chain))
         self._take_twins(sequence, at, twins, chain, sum_hi[skip:], sum_lo[skip:])
         done = len(twins)
         self._seal_own(
@@ -277,10 +282,16 @@ class Planner:
         identity = self._new_identity(lease, new_local)
         if identity in self.state.sequences:
             return self.table(self.state.sequences[identity])
-        count = -(-tokens // self._block_tokens(sequence))
+        block_tokens = self._block_tokens(sequence)
+        count = -(-tokens // block_tokens)
         if tokens < 0 or count > len(sequence):
             raise InvalidArgument(
                 f"fork at {tokens} tokens: the sequence has only {len(sequence)} blocks"
+            )
+        if tokens // block_tokens > (sealed := self._sealed_count(sequence.rows)):
+            # Sealed later in one of the two sequences, they would be out of order in the other.
+            raise InvalidArgument(
+                f"fork at {tokens} tokens: block {sealed} is full but not sealed; seal it first"
             )
         opened = blank(1, Kind.SEQ_OPEN)
         opened["id"] = identity
@@ -423,11 +434,20 @@ class Planner:
         return first + int(unfit[0]) if len(unfit) else len(rows)
 
     def _copy_block(self, pool: int, row: I64, slots: I64) -> Flow[bool]:
-        """Copy-on-write: the payload of ``row`` into the first of ``slots``."""
+        """Copy-on-write: the payload of ``row`` (shape [1]) into the first of ``slots``.
+
+        False if the block is not there any more. Raises CorruptionError if it is damaged.
+        """
         blocks = self.state.blocks
-        source = blocks.slot[Tier.DEVICE][row].astype(np.int64)
-        moved: Moved = yield Move(pool, blocks.id[row], Tier.DEVICE, source, Tier.DEVICE, slots[:1])
-        return bool(moved.ok[0])
+        ids, place = blocks.id[row].copy(), blocks.slot[Tier.DEVICE][row].copy()
+        source = place.astype(np.int64)
+        moved: Moved = yield Move(pool, ids, Tier.DEVICE, source, Tier.DEVICE, slots[:1])
+        if moved.ok[0]:
+            return True
+        if blocks.id[row] == ids and blocks.slot[Tier.DEVICE][row] == place:
+            self.placement.counters.checksum_failures[Tier.DEVICE.label] += 1
+            raise CorruptionError("reserve: the block to be copied and written on is damaged")
+        return False
 
     def _extend(self, sequence: Sequence, keep: int, slots: I64) -> None:
         """Log ``len(slots)`` fresh blocks behind the first ``keep`` of the sequence."""
@@ -517,9 +537,11 @@ class Planner:
         swaps["id"] = sequence.id
         swaps["loc"] = np.arange(at, at + len(twins))
         swaps["key"] = twins
-        records = [swaps]
         cold = np.flatnonzero(~blocks.has_copy(twins, Tier.DEVICE))
         chosen = twins[cold]
+        # Before the slots' entries change: a crash in between must not find the twins' entries in
+        # slots that are still the sequence's own.
+        self.placement.commit(swaps)
         if len(cold):
             placed = blank(len(cold), Kind.PLACE)
             placed["key"] = chosen
@@ -531,11 +553,11 @@ class Planner:
             differs = (sum_hi[cold] != blocks.sum_hi[chosen]) | (
                 sum_lo[cold] != blocks.sum_lo[chosen]
             )
-            records += [placed, *self._forget_lower(chosen[differs])]
+            stale = chosen[differs]
             part = Chain(chain.hi[cold], chain.lo[cold], chain.tokens[cold], chain.extras[cold])
             parents = blocks.parent[chosen]
             self._fill(sequence, slots[cold], chosen, parents, part, sum_hi[cold], sum_lo[cold])
-        self.placement.commit(np.concatenate(records))
+            self.placement.commit(np.concatenate([placed, *self._forget_lower(stale)]))
         self.placement.counters.deduplicated_blocks += len(twins)
         if len(cold):
             self.sealed.append((chosen, blocks.id[chosen].copy()))
@@ -622,12 +644,14 @@ class Planner:
     def _new_identity(self, lease: int, local: int) -> int:
         if not 1 <= local < LOCAL_MAX:
             raise InvalidArgument(f"sequence number {local}: it must be 1 to {LOCAL_MAX - 1}")
-        if len(self.state.lease_sequences[lease]) >= self.limits.sequences:
+        identity = sequence_id(lease, local)
+        known = identity in self.state.sequences
+        if not known and len(self.state.lease_sequences[lease]) >= self.limits.sequences:
             raise LimitExceeded(
                 f"a lease may hold {self.limits.sequences} sequences; end some first",
                 limit=self.limits.sequences,
             )
-        return sequence_id(lease, local)
+        return identity
 
     def _check_size(self, blocks: int) -> None:
         if blocks > self.limits.blocks_per_request:
@@ -653,6 +677,13 @@ class Planner:
             and np.array_equal(blocks.hash_lo[rows], chain.lo)
         ):
             raise InvalidArgument("seal: a block of the sequence is sealed under another hash")
+
+    def _check_own(self, sequence: Sequence, first: int, count: int) -> None:
+        shared = np.flatnonzero(self.state.blocks.refs[sequence.rows[first : first + count]] > 1)
+        if len(shared):
+            raise InvalidArgument(
+                f"seal: block {first + int(shared[0])} is shared with a fork; reserve it first"
+            )
 
     def _log_sequence(self, kind: Kind, sequence: Sequence) -> None:
         records = blank(1, kind)

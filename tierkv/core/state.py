@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tierkv.core.blocks import INDEXED, SEALED, Blocks
-from tierkv.core.ids import I64, NO_SLOT, U32, Tier, lease_of
+from tierkv.core.ids import I64, NO_SLOT, U32, Bool, Tier, lease_of
 from tierkv.core.records import Kind, Records, pushed_rows
 from tierkv.core.slots import SlotSet
 from tierkv.core.table import HashTable
@@ -122,6 +122,8 @@ class State:
         self.next_block = 1
         self.next_lease = 1
         self.epoch = 0
+        self.slots_freed = 0
+        """Only grows. A slot stays as it is until the record that freed it is written."""
         self._dirty_rows: list[I64] = []
         self._dirty_sequences: set[int] = set()
         self._dirty_leases: set[int] = set()
@@ -406,14 +408,10 @@ class State:
     def _drop(self, records: Records) -> None:
         rows = records["key"].astype(np.int64)
         self._check_ids(rows, records)
-        for tier in Tier:
-            here = records["tier"] == tier
-            if here.any():
-                require(
-                    (self.blocks.slot[tier][rows[here]] == records["loc"][here]).all(),
-                    "a copy was dropped that is not there",
-                )
-                self._give_slots(rows[here], tier)
+        for tier, here in _by_tier(records):
+            there = self.blocks.slot[tier][rows[here]] == records["loc"][here]
+            require(there.all(), "a copy was dropped that is not there")
+            self._give_slots(rows[here], tier)
         rows = np.unique(rows)
         self._dirty(rows)
         gone = rows[~self.blocks.has_any_copy(rows)]
@@ -454,6 +452,8 @@ class State:
         self._free(idle[~cached])
 
     def _unindex(self, rows: I64) -> None:
+        if not len(rows):
+            return
         self.index.remove(rows, self.blocks.hash_hi, self.blocks.hash_lo)
         self.blocks.flags[rows] &= np.uint16(~INDEXED & 0xFFFF)
         self._dirty(rows)
@@ -469,18 +469,39 @@ class State:
         self._dirty(rows)
 
     def _take_slots(self, rows: I64, records: Records) -> None:
-        for tier in Tier:
-            here = records["tier"] == tier
-            if not here.any():
-                continue
-            require(
-                (self.blocks.slot[tier][rows[here]] == NO_SLOT).all(), "a block was placed twice"
-            )
-            self.blocks.slot[tier][rows[here]] = records["loc"][here]
-            for pool, members in self.by_pool(rows[here]):
-                self.slots[tier, pool].take(self.blocks.slot[tier][members].astype(np.int64))
+        for tier, here in _by_tier(records):
+            members, column = rows[here], self.blocks.slot[tier]
+            require((column[members] == NO_SLOT).all(), "a block was placed twice")
+            column[members] = records["loc"][here]
+            for pool, part in self.by_pool(members):
+                self.slots[tier, pool].take(column[part].astype(np.int64))
 
     def _give_slots(self, rows: I64, tier: Tier) -> None:
+        if not len(rows):
+            return
+        self.slots_freed += len(rows)
         for pool, members in self.by_pool(rows):
             self.slots[tier, pool].give(self.blocks.slot[tier][members].astype(np.int64))
         self.blocks.slot[tier][rows] = NO_SLOT
+
+
+def _runs(values: U32) -> Iterator[tuple[int, int]]:
+    """Start and end of each run of equal values."""
+    if not len(values):
+        return
+    start = 0
+    for edge in (np.flatnonzero(values[1:] != values[:-1]) + 1).tolist():
+        yield start, edge
+        start = edge
+    yield start, len(values)
+
+
+def _by_tier(records: Records) -> Iterator[tuple[Tier, Bool | slice]]:
+    """The tiers that records name, each with where in ``records`` it is named."""
+    tiers = records["tier"]
+    first = int(tiers[0])
+    if (tiers == first).all():
+        yield Tier(first), slice(None)
+        return
+    for tier in np.unique(tiers).tolist():
+        yield Tier(tier), tiers == tier

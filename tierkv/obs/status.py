@@ -43,6 +43,15 @@ class NamespaceStatus(msgspec.Struct, kw_only=True):
     block_bytes: int
 
 
+class WorkerStatus(msgspec.Struct, kw_only=True):
+    """One connected worker. ``name`` is what it calls itself; ``pid`` is the kernel's word."""
+
+    lease: int
+    pid: int
+    name: str = ""
+    sequences: int = 0
+
+
 class PrefixStatus(msgspec.Struct, kw_only=True):
     """Tokens looked up and found since the start; the ratio is over the latest tokens only."""
 
@@ -106,6 +115,7 @@ class StatusDocument(msgspec.Struct, kw_only=True):
     sequences: int = 0
     leases: int = 0
     connections: int = 0
+    workers: list[WorkerStatus] = []
     namespaces: list[NamespaceStatus] = []
     prefix: PrefixStatus = msgspec.field(default_factory=PrefixStatus)
     evictions: dict[str, int] = {}

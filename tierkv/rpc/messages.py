@@ -173,7 +173,10 @@ class Stat(Message, tag="stat"):
 
 
 class Flush(Message, tag="flush"):
-    """Returns when all that was sealed is on disk and the index holds it."""
+    """Returns when all that was sealed is on disk and the index holds it.
+
+    Fails with ``tier_failed`` while the disk is out of service.
+    """
 
 
 Request = (

@@ -92,8 +92,7 @@ class Attention:
             )
 
     def _tables(self, lease: int, message: Attend, seq_lens: U32, spec: KVSpec) -> U32:
-        width = -(-int(seq_lens.max()) // spec.block_tokens)
-        tables = np.zeros((len(seq_lens), width), np.uint32)
+        slots: list[U32] = []
         for at, local in enumerate(message.sequences):
             sequence = self._planner.sequence(lease, local)
             needed = -(-int(seq_lens[at]) // spec.block_tokens)
@@ -107,7 +106,10 @@ class Attention:
                 f"attend: {int(seq_lens[at])} tokens of sequence {local}, which has "
                 f"{len(sequence)} blocks",
             )
-            tables[at, :needed] = self._planner.table(sequence).slots[:needed]
+            slots.append(self._planner.table(sequence).slots[:needed])
+        tables = np.zeros((len(slots), max(map(len, slots))), np.uint32)
+        for row, used in zip(tables, slots, strict=True):
+            row[: len(used)] = used
         return tables
 
 

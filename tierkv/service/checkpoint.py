@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-from tierkv_wal import WalWriter
+from tierkv_wal import WalError, WalWriter
 
 from tierkv.core.state import State
 from tierkv.errors import TierFailed, TierFull
@@ -16,8 +18,15 @@ from tierkv.service.snapshot import index_changes
 from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.index import Index, IndexChanges
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
 DIRTY_ROWS_MAX = 50_000
 """Changed rows that ask for a checkpoint: bounds the copy on the loop and the commit."""
+
+FRAMES_MAX = 4_000
+"""Log frames that ask for a checkpoint: bounds the replay after a crash, which takes its time per
+frame rather than per record, to about a second."""
 
 
 class Checkpointer:
@@ -45,6 +54,7 @@ class Checkpointer:
         self._lock = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "tierkv-checkpoint")
         self._bytes_at_last = writer.bytes_written
+        self._frames_at_last = writer.frames_written
         self._clock_at_last = time.monotonic()
         self.last_lsn = last_lsn
         self.last_duration_s = 0.0
@@ -64,27 +74,31 @@ class Checkpointer:
             self._writer.bytes_written - self._bytes_at_last >= checkpoint_bytes
             or self.age_s >= checkpoint_s
             or self._state.changed_rows >= DIRTY_ROWS_MAX
+            or self._writer.frames_written - self._frames_at_last >= FRAMES_MAX
         )
 
-    async def run(self) -> None:
+    async def run(self, *, last: bool = False) -> None:
         """Make a checkpoint of the state as it is now.
 
-        Raises TierFull, TierFailed: then the last one stays valid and nothing is forgotten.
+        ``last``: no worker is served any more, so from here on the log lacks nothing that one was
+        told. Raises TierFull, TierFailed: then the last one stays valid and nothing is forgotten.
         """
         async with self._lock:
             started = time.monotonic()
             lsn = self._journal.flush()
-            written = self._writer.bytes_written
+            meta = {"checkpoint_lsn": lsn} | ({"replies_ahead": 0} if last else {})
+            written, frames = self._writer.bytes_written, self._writer.frames_written
             changes = self._state.take_changes()
-            content = index_changes(self._state, changes, self._specs, {"checkpoint_lsn": lsn})
-            loop = asyncio.get_running_loop()
             try:
-                await loop.run_in_executor(self._thread, self._write, content, lsn)
-            except (TierFull, TierFailed, OSError):
+                content = index_changes(self._state, changes, self._specs, meta)
+                await self._store(content, lsn)
+            except BaseException:
+                # Also when cancelled: the next one must not count on what the thread does now.
                 self._state.put_back(changes)
                 raise
             self.last_lsn = lsn
             self._bytes_at_last = written
+            self._frames_at_last = frames
             self._clock_at_last = time.monotonic()
             self.last_unix_s = time.time()
             self.last_duration_s = self._clock_at_last - started
@@ -94,9 +108,23 @@ class Checkpointer:
         """Wait for the thread to end."""
         self._thread.shutdown()
 
-    def _write(self, content: IndexChanges, lsn: int) -> None:
-        self._writer.sync()
+    async def _store(self, content: IndexChanges, lsn: int) -> None:
+        try:
+            await self._in_thread(self._writer.sync)
+        except (OSError, WalError) as error:
+            self._journal.die(error)
+            raise
         if self._disk is not None:
-            self._disk.sync()
-        self._index.commit(content)
-        self._writer.forget(lsn)
+            try:
+                await self._in_thread(self._disk.sync)
+            except (TierFull, TierFailed) as error:
+                # Waiting would bring nothing back: such copies are found out when they are read.
+                log.error("copies on disk may not survive power loss: %s", error)
+        await self._in_thread(lambda: self._index.commit(content))
+        try:
+            await self._in_thread(lambda: self._writer.forget(lsn))
+        except OSError as error:
+            log.warning("cannot remove old log segments: %s", error)
+
+    async def _in_thread(self, job: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, job)

@@ -16,15 +16,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tierkv_wal import WalError
+
 from tierkv.config.schema import Config
 from tierkv.core.counters import Counters
 from tierkv.core.effects import Move
 from tierkv.core.ids import Tier
 from tierkv.core.placement import Placement
-from tierkv.core.planner import Limits, Planner
+from tierkv.core.planner import RECORDS_PER_BLOCK_MAX, Limits, Planner
 from tierkv.core.policy import Lru
 from tierkv.core.records import Records
-from tierkv.errors import ConfigError, TierFailed, TierFull, TierkvError
+from tierkv.errors import ConfigError, NotReady, TierFailed, TierFull, TierkvError
 from tierkv.obs.exporter import Exporter
 from tierkv.obs.metrics import Metrics
 from tierkv.obs.status import StatusDocument, to_plain
@@ -34,6 +36,7 @@ from tierkv.service.attend import Attention
 from tierkv.service.checkpoint import Checkpointer
 from tierkv.service.engine import Engine
 from tierkv.service.journal import Journal
+from tierkv.service.last_status import write_last_status
 from tierkv.service.leases import Leases
 from tierkv.service.lifecycle import DaemonState, Lifecycle
 from tierkv.service.namespaces import Namespaces
@@ -51,6 +54,8 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_IO = 74
 """The log could not be written (EX_IOERR): what the disk holds is unknown until recovery."""
+EXIT_NOT_READY = 75
+"""Another process holds the store: try again when it has ended (EX_TEMPFAIL)."""
 EXIT_CONFIG = 78
 
 TICK_S = 0.1
@@ -58,6 +63,9 @@ SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep the interpreter: bounds how late the loop wakes up."""
 
 DRAIN_S = 30.0
+
+PROGRESS_S = 2.0
+"""How often the service manager hears how far recovery is."""
 
 
 def run(config: Config) -> int:
@@ -70,6 +78,9 @@ def run(config: Config) -> int:
     except ConfigError as error:
         log.error("%s", error)
         return EXIT_CONFIG
+    except NotReady as error:
+        log.error("%s", error)
+        return EXIT_NOT_READY
     except TierkvError as error:
         log.error("%s", error)
         return EXIT_FAILED
@@ -96,15 +107,21 @@ class _Daemon:
         self._stop = asyncio.Event()
         self._exit_code = EXIT_OK
         self._started = time.monotonic()
+        self._next_progress_s = 0.0
         self._reader: StatusReader | None = None
         self._metrics = Metrics(self._document, self._counters)
 
     async def run(self) -> int:
-        config = self._config
         self._handle_signals()
-        inherited = inherited_socket(os.environ)
-        listening = inherited or _own_socket(config)
-        directory = StateDirectory.open(Path(config.server.state_dir))
+        with contextlib.ExitStack() as leaving:
+            directory = StateDirectory.open(Path(self._config.server.state_dir))
+            leaving.callback(directory.close)
+            listening = _listening_socket(self._config, leaving)
+            await self._recover_and_serve(directory, listening)
+        self._lifecycle.enter(DaemonState.STOPPED)
+        return self._exit_code
+
+    async def _recover_and_serve(self, directory: StateDirectory, listening: socket.socket) -> None:
         exporter = Exporter(
             exposition=self._metrics.exposition,
             status=lambda: to_plain(self._document()),
@@ -112,22 +129,19 @@ class _Daemon:
         )
         try:
             self._lifecycle.enter(DaemonState.RECOVERING)
-            await _start_exporter(exporter, config)
-            # Recovery runs on the main thread: nothing else may run before it is done, and
-            # clients that connect meanwhile wait in the socket's backlog.
-            recovered = recover(config, directory, self._progress)
-            await self._serve(recovered, listening)
+            await _start_exporter(exporter, self._config)
+            # On a thread, so that health and metrics answer meanwhile. Workers that connect wait in
+            # the socket's backlog until the listener runs.
+            recovered = await asyncio.get_running_loop().run_in_executor(
+                None, recover, self._config, directory, self._progress
+            )
+            await self._serve(recovered, listening, exporter.tcp_port)
         finally:
             await exporter.close()
-            listening.close()
-            if inherited is None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(config.server.socket)
-            directory.close()
-        self._lifecycle.enter(DaemonState.STOPPED)
-        return self._exit_code
 
-    async def _serve(self, recovered: Recovered, listening: socket.socket) -> None:
+    async def _serve(
+        self, recovered: Recovered, listening: socket.socket, metrics_port: int
+    ) -> None:
         config, state = self._config, recovered.state
         power = config.wal.durability == "power"
         journal = Journal(
@@ -147,7 +161,13 @@ class _Daemon:
         )
         placement.mark_unverified(unverified_rows(state))
         placement.list_all()
-        limits = Limits(config.server.sequences_max, config.server.blocks_per_request_max)
+        limits = Limits(
+            config.server.sequences_max,
+            min(
+                config.server.blocks_per_request_max,
+                recovered.writer.append_records_max // RECORDS_PER_BLOCK_MAX,
+            ),
+        )
         planner = Planner(state, placement, limits)
         mover = Mover(recovered.arenas, recovered.disk, durable_writes=power)
         engine = Engine(
@@ -212,15 +232,17 @@ class _Daemon:
         gc.collect()
         gc.freeze()
         self._lifecycle.enter(DaemonState.SERVING)
-        self._announce(recovered)
+        self._announce(recovered, metrics_port)
         await self._until_stopped(
             listener.serve(), engine.write_behind(), self._tick(recovered, checkpointer)
         )
         self._lifecycle.enter(DaemonState.DRAINING)
         self._notifier.send("STOPPING=1", "STATUS=draining")
-        await listener.close()
+        # Workers see end-of-file and come back to the next daemon: their leases stay in the log.
         leases.close()
+        await listener.close()
         await _drain(engine, checkpointer)
+        await self._note_status()
         await engine.close()
         attention.close()
         checkpointer.close()
@@ -248,7 +270,6 @@ class _Daemon:
             expected = loop.time() + TICK_S
             await asyncio.sleep(TICK_S)
             self._counters.event_loop_lag_s = max(0.0, loop.time() - expected)
-            self._counters.wal_bytes = recovered.writer.bytes_written
             if checkpointer.due(wal.checkpoint_bytes, wal.checkpoint_s):
                 try:
                     await checkpointer.run()
@@ -256,10 +277,16 @@ class _Daemon:
                     log.error("checkpoint failed, the log keeps everything: %s", error)
                     await asyncio.sleep(1.0)
                 else:
-                    self._counters.checkpoint_timestamp_s = checkpointer.last_unix_s
+                    await self._note_status()
             with contextlib.suppress(OSError):
                 # Without a spare the next rotation makes its segment itself.
                 await loop.run_in_executor(None, recovered.writer.prepare_spare)
+
+    async def _note_status(self) -> None:
+        try:
+            await write_last_status(Path(self._config.server.state_dir), self._document())
+        except OSError as error:
+            log.warning("cannot write the last status: %s", error)
 
     # --- what the parts report --------------------------------------------------------------------
 
@@ -275,6 +302,8 @@ class _Daemon:
         self._metrics.transfer_duration[move.source.label, move.target.label].observe(seconds)
 
     def _log_died(self, error: Exception) -> None:
+        if not isinstance(error, OSError | WalError):
+            self._broken(error)
         log.critical("the log cannot be written, stopping at once: %s", error)
         _flush_streams()
         os._exit(EXIT_IO)
@@ -284,22 +313,40 @@ class _Daemon:
         _flush_streams()
         os._exit(EXIT_FAILED)
 
+    def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error that nobody handled. One in our own code means that the state is in doubt."""
+        error = context.get("exception")
+        if isinstance(error, Exception) and not isinstance(error, OSError):
+            self._broken(error)
+        loop.default_exception_handler(context)
+
     def _document(self) -> StatusDocument:
         if self._reader is None:
             from tierkv import __version__
 
             return StatusDocument(version=__version__, state=self._lifecycle.state.value)
+        self._read_counters(self._reader)
         return self._reader.document()
 
-    def _progress(self, what: str) -> None:
-        self._notifier.send(f"STATUS=recovering: {what}")
+    def _read_counters(self, reader: StatusReader) -> None:
+        """What the log and the checkpoints count themselves."""
+        self._counters.wal_bytes = reader.writer.bytes_written
+        self._counters.wal_frames = reader.writer.frames_written
+        self._counters.checkpoint_timestamp_s = reader.checkpointer.last_unix_s
 
-    def _announce(self, recovered: Recovered) -> None:
+    def _progress(self, what: str) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_progress_s:
+            self._next_progress_s = now_s + PROGRESS_S
+            self._notifier.send(f"STATUS=recovering: {what}")
+
+    def _announce(self, recovered: Recovered, metrics_port: int) -> None:
         report = recovered.report
         log.info(
             "serving",
             extra={
                 "socket": self._config.server.socket,
+                "metrics_port": metrics_port,
                 "epoch": recovered.state.epoch,
                 "blocks": report.blocks,
                 "recovery_s": round(report.duration_s, 3),
@@ -312,6 +359,7 @@ class _Daemon:
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._unexpected)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._told_to_stop)
 
@@ -323,8 +371,17 @@ class _Daemon:
         self._stop.set()
 
 
-def _own_socket(config: Config) -> socket.socket:
-    path = Path(config.server.socket)
+def _listening_socket(config: Config, leaving: contextlib.ExitStack) -> socket.socket:
+    """The inherited socket, or our own, whose file is removed on leaving."""
+    listening = inherited_socket(os.environ)
+    if listening is None:
+        listening = _own_socket(Path(config.server.socket))
+        leaving.callback(Path(config.server.socket).unlink, missing_ok=True)
+    leaving.callback(listening.close)
+    return listening
+
+
+def _own_socket(path: Path) -> socket.socket:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -352,9 +409,12 @@ async def _drain(engine: Engine, checkpointer: Checkpointer) -> None:
     try:
         async with asyncio.timeout(DRAIN_S):
             behind = asyncio.ensure_future(engine.write_behind())
-            await engine.everything_written()
+            try:
+                await engine.everything_written()
+            except TierFailed as error:
+                log.warning("stopping with blocks that are only in RAM: %s", error)
             behind.cancel()
-            await checkpointer.run()
+            await checkpointer.run(last=True)
     except (TimeoutError, TierkvError, OSError) as error:
         log.warning("stopping without a last checkpoint; the log has everything: %s", error)
 

@@ -62,7 +62,7 @@ class Breaker:
     def __init__(self, planner: Planner) -> None:
         self._placement = planner.placement
         self._delay_s = RETRY_FIRST_S
-        self._retry: asyncio.TimerHandle | None = None
+        self._failing = False
         self.on_change: Callable[[], None] = lambda: None
 
     @property
@@ -74,22 +74,24 @@ class Breaker:
         """The disk refused a write."""
         if self._placement.disk_paused:
             return
-        log.error(
-            "disk tier out of service for %.0f s: %s", self._delay_s, error, extra={"tier": "disk"}
-        )
+        if not self._failing:
+            log.error("disk tier out of service: %s", error, extra={"tier": "disk"})
+        log.debug("disk tier: next try in %.0f s", self._delay_s, extra={"tier": "disk"})
+        self._failing = True
         self._placement.disk_paused = True
-        loop = asyncio.get_running_loop()
-        self._retry = loop.call_later(self._delay_s, self._close)
+        asyncio.get_running_loop().call_later(self._delay_s, self._try_again)
         self._delay_s = min(self._delay_s * 2, RETRY_MAX_S)
         self.on_change()
 
     def succeeded(self) -> None:
         """The disk took a write: the next failure waits briefly again."""
         self._delay_s = RETRY_FIRST_S
+        if self._failing:
+            self._failing = False
+            log.info("disk tier in service again", extra={"tier": "disk"})
 
-    def _close(self) -> None:
-        log.info("disk tier in service again", extra={"tier": "disk"})
-        self._placement.disk_paused = False
+    def _try_again(self) -> None:
+        self._placement.disk_returned()
         self.on_change()
 
 
@@ -125,7 +127,7 @@ class Engine:
         self._behind_rest.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.breaker = Breaker(planner)
-        self.breaker.on_change = self._behind_more.set
+        self.breaker.on_change = self._disk_changed
         planner.placement.disk_failed = self.breaker.failed
         self.on_move: Callable[[Move, float], None] = lambda _move, _seconds: None
         self.on_broken: Callable[[BaseException], None] = lambda _error: None
@@ -140,11 +142,15 @@ class Engine:
             self._after_step()
             done(stop.value)
             return
-        except InvariantViolation:
+        except InvariantViolation as error:
+            self.on_broken(error)
             raise
         except TierkvError as error:
             done(error)
             return
+        except Exception as error:
+            self.on_broken(error)
+            raise
         task = asyncio.get_running_loop().create_task(self._finish(flow, effect, done))
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
@@ -261,6 +267,8 @@ class Engine:
         state = self.planner.state
         if not self.planner.placement.enabled(Tier.DISK):
             return
+        self._behind.clear()
+        self._behind_blocks = 0
         rows = state.live_rows()
         wanted = ((state.blocks.flags[rows] & SEALED) != 0) & ~state.blocks.has_copy(
             rows, Tier.DISK
@@ -300,9 +308,25 @@ class Engine:
         return np.concatenate(rows), np.concatenate(ids)
 
     async def everything_written(self) -> None:
-        """Return when every sealed block has a copy on disk, or the disk is out of service."""
+        """Return when every sealed block has a copy on disk, as far as the tier has room.
+
+        Raises TierFailed if the disk is out of service.
+        """
         self.write_all_behind()
+        self._behind_rest.clear()
+        self._behind_more.set()
         await self._behind_rest.wait()
+        if self.breaker.open:
+            raise TierFailed(
+                "the disk tier is out of service; see the daemon's log for why",
+                tier=Tier.DISK.label,
+            )
+
+    def _disk_changed(self) -> None:
+        """The disk went out of service, or is to be tried again with what it has missed."""
+        if self._write_through and not self.breaker.open:
+            self.write_all_behind()
+        self._behind_more.set()
 
     async def close(self) -> None:
         """Wait for the flows that run; then no more may be started."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -19,20 +19,18 @@ from tierkv_wal import WalDead, WalWriter
 
 from tierkv.core.records import Kind, Records
 from tierkv.core.state import State
+from tierkv.errors import LimitExceeded
 
-_FREES_SLOTS = np.zeros(256, np.bool_)
-"""By record type: whether a slot may be free after it that was not before."""
-
-_FREES_SLOTS[
-    [Kind.LEASE_CLOSE, Kind.SEQ_SWAP, Kind.SEQ_TRUNCATE, Kind.SEQ_CLOSE, Kind.SEAL, Kind.DROP]
-] = True
+_INDEPENDENT = (Kind.DROP, Kind.SEQ_CLOSE)
+"""Records that mean the same whether or not their neighbours survive a crash with them."""
 
 
 class Journal:
     """Logs and applies records; releases replies.
 
-    ``on_death`` is called once if the log cannot be written or synced: the daemon must exit, for
-    nobody knows what the disk holds now.
+    ``on_death`` is called once if the log cannot be written or synced, or the state refuses
+    records: the daemon must exit, for nobody knows what the disk holds now, or whether the state
+    is what the log says. No reply is released any more.
     """
 
     def __init__(
@@ -51,21 +49,29 @@ class Journal:
         self._on_death = on_death
         self._on_sync = on_sync
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self._freed_when_written = state.slots_freed
         self._flush_scheduled = False
-        self._frees_slots = False
         self._syncing = False
         self._dead = False
         self._sync_thread = ThreadPoolExecutor(1, "tierkv-wal-sync")
 
     def commit(self, records: Records) -> None:
-        """Apply records and put them into the turn's frame. Mutates the state."""
-        self._state.apply(records)
-        try:
-            self._writer.append(records.view(np.uint8).data)
-        except (OSError, WalDead) as error:
-            self._die(error)
-            return
-        self._frees_slots |= bool(_FREES_SLOTS[records["type"]].any())
+        """Apply records and put them into the turn's frame. Mutates the state.
+
+        All of them or none survive a crash, but for those that stand each for itself. Raises
+        LimitExceeded, with nothing changed, for more than one frame of a log segment can hold;
+        InvariantViolation, having died, if they contradict the state.
+        """
+        for part in self._in_frames(records):
+            try:
+                self._state.apply(part)
+                self._writer.append(part.view(np.uint8).data)
+            except (OSError, WalDead) as error:
+                self.die(error)
+                return
+            except BaseException as error:
+                self.die(error)
+                raise
         self._schedule_flush()
 
     def release(self, reply: Callable[[], None]) -> None:
@@ -88,25 +94,32 @@ class Journal:
         if self._dead:
             raise WalDead("the log failed; the daemon is about to exit")
         self._flush()
+        if self._dead:
+            raise WalDead("the log failed; the daemon is about to exit")
         if self._durability == "power" and self._writer.durable_lsn < self._writer.written_lsn:
             synced = asyncio.Event()
             self._waiting.append((self._writer.written_lsn, synced.set))
             self._start_sync()
             await synced.wait()
 
-    def write_freed(self) -> None:
-        """Write the turn's frame so far, if it frees slots: one is about to be used again.
-
-        A slot of a RAM tier outlives the process as the frame does, so written is enough, whatever
-        the durability. Else a crash could lose the record and find another block in the slot.
-        """
-        if self._frees_slots:
-            self._flush()
-
     def flush(self) -> int:
-        """Write the turn's frame now; returns the LSN up to which the log is written."""
+        """Write the turn's frame now; returns the LSN up to which the log is written.
+
+        Raises WalDead: the state may then hold what the log does not.
+        """
         self._flush()
+        if self._dead:
+            raise WalDead("the log failed; the daemon is about to exit")
         return self._writer.written_lsn
+
+    def write_freed(self) -> None:
+        """Write the turn's frame now if it frees slots: their entries are about to change.
+
+        A crash before the frame is written must find the entries of the slots' old owners, whom
+        the log then still knows. Raises WalDead.
+        """
+        if self._state.slots_freed != self._freed_when_written:
+            self.flush()
 
     def close(self) -> None:
         """Write and sync what is left."""
@@ -130,14 +143,15 @@ class Journal:
             loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._flush_scheduled = self._frees_slots = False
+        self._flush_scheduled = False
         if self._dead:
             return
         try:
             self._writer.write()
         except (OSError, WalDead) as error:
-            self._die(error)
+            self.die(error)
             return
+        self._freed_when_written = self._state.slots_freed
         if self._durability == "power":
             self._start_sync()
         self._release_waiting()
@@ -160,13 +174,29 @@ class Journal:
         self._syncing = False
         error = done.exception()
         if error is not None:
-            self._die(error)
+            self.die(error)
             return
         self._on_sync(seconds)
         self._release_waiting()
         self._start_sync()
 
-    def _die(self, error: BaseException) -> None:
+    def _in_frames(self, records: Records) -> Iterator[Records]:
+        most = self._writer.append_records_max
+        if len(records) <= most:
+            yield records
+            return
+        if not np.isin(records["type"], _INDEPENDENT).all():
+            raise LimitExceeded(
+                f"the request makes {len(records)} log records, a log segment holds {most} in one "
+                "piece; ask for fewer blocks at once, or raise wal.segment_bytes",
+                limit=most,
+                asked=len(records),
+            )
+        for at in range(0, len(records), most):
+            yield records[at : at + most]
+
+    def die(self, error: BaseException) -> None:
+        """The log failed: release no reply any more, and call ``on_death`` (the first time)."""
         if self._dead:
             return
         self._dead = True

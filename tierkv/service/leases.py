@@ -8,7 +8,7 @@ import os
 
 from tierkv.core.planner import Planner
 from tierkv.rpc.connection import Connection
-from tierkv.service.process import open_pidfd, start_time
+from tierkv.service.process import is_alive, open_pidfd, start_time
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,8 @@ class Leases:
     """Opens, resumes and ends leases.
 
     The lease of a connection ends with it, at once. A lease that outlived the daemon waits for its
-    worker to come back: until the grace period is over, or the worker's process ends.
+    worker to come back: until the grace period is over, or the worker's process ends. It makes no
+    difference to a worker whether the daemon was killed or stopped.
     """
 
     def __init__(self, planner: Planner, grace_s: float) -> None:
@@ -27,6 +28,7 @@ class Leases:
         self._grace_s = grace_s
         self._holders: dict[int, Connection] = {}
         self._waiting: dict[int, tuple[asyncio.TimerHandle, int | None]] = {}
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._planner.state.leases)
@@ -40,7 +42,8 @@ class Leases:
             if pidfd is not None:
                 loop.add_reader(pidfd, self._give_up, lease.id, "worker ended")
             self._waiting[lease.id] = (timer, pidfd)
-            if lease.pid and pidfd is None:
+            if not is_alive(lease.pid, lease.start_time):
+                # Asked after the descriptor was opened: it may be of another process by now.
                 loop.call_soon(self._give_up, lease.id, "worker ended")
 
     def open(self, connection: Connection) -> int:
@@ -66,12 +69,13 @@ class Leases:
 
     def end(self, lease: int, connection: Connection) -> None:
         """The connection is gone: so is its lease, unless another connection has taken it up."""
-        if self._holders.get(lease) is connection:
+        if self._holders.get(lease) is connection and not self._closed:
             del self._holders[lease]
             self._planner.close_lease(lease)
 
     def close(self) -> None:
-        """Stop waiting for anybody."""
+        """Stop: leases that stand now are left for the next daemon."""
+        self._closed = True
         for lease in list(self._waiting):
             self._stop_waiting(lease)
 

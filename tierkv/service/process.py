@@ -35,8 +35,11 @@ def boot_id() -> str:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends, None if it has ended."""
+    """A descriptor that becomes readable when the process ends; None if there can be none.
+
+    Because it has ended, or because a sandbox forbids the call, or descriptors are short.
+    """
     try:
         return os.pidfd_open(pid)
-    except (ProcessLookupError, PermissionError):
+    except OSError:
         return None

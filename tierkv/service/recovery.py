@@ -24,7 +24,8 @@ from tierkv.config.schema import Config
 from tierkv.core.blocks import SEALED
 from tierkv.core.ids import I64, RAM_TIERS, Bool, Tier
 from tierkv.core.invariants import check_invariants
-from tierkv.core.records import RECORD, Kind, Records, blank
+from tierkv.core.placement import restart_order
+from tierkv.core.records import RECORD, Kind, blank
 from tierkv.core.state import Sequence, State
 from tierkv.errors import ConfigError, CorruptionError, InvariantViolation
 from tierkv.service.process import boot_id, is_alive
@@ -38,6 +39,9 @@ from tierkv.tiers.sizes import slot_bytes
 from tierkv.tiers.tables import ArenaTables
 
 log = logging.getLogger(__name__)
+
+BLOCK_IDS_PER_EPOCH = 2**40
+"""Room for the ids of one daemon's life, so that those of the next are above them, known or not."""
 
 
 @dataclass
@@ -141,6 +145,8 @@ class Loaded:
     specs: dict[int, bytes]
     reader: WalReader
     records: int
+    complete: bool
+    """Whether the log held all that workers were told: it is not corrupt, nor was it behind."""
 
 
 def load(
@@ -175,7 +181,9 @@ def load(
         records += len(frame.records)
         progress(f"replaying the log, {records} records")
     check_invariants(state)
-    return Loaded(state, specs, reader, records)
+    behind = bool(contents.meta.get("replies_ahead", 0))
+    complete = reader.end.kind is not EndKind.CORRUPT and not behind
+    return Loaded(state, specs, reader, records, complete)
 
 
 def _rebuild(
@@ -194,7 +202,9 @@ def _rebuild(
         log.warning("the log ends %s: %s", reader.end.kind.value, reader.end.reason)
     budgets = budgets_of(config)
     before = len(state.live_rows())
-    arenas = _open_arenas(config, stored, state)
+    if not loaded.complete and state.leases:
+        log.warning("the log lacks some of what workers were told: their leases end")
+    arenas = _open_arenas(config, stored, state, keep_device=loaded.complete)
     _undo(state, budgets, arenas, report)
     _reopen(state, arenas)
     state.resize(budgets)
@@ -205,8 +215,10 @@ def _rebuild(
     disk = open_disk(config, stored, state)
     progress("writing the checkpoint")
     state.epoch = max(state.epoch, reader.epoch) + 1
+    # Ids of lost records may lie in slots: no later block may be taken for such a one.
+    state.next_block = max(state.next_block, state.epoch * BLOCK_IDS_PER_EPOCH)
     lsn = reader.resume_lsn
-    meta = {"checkpoint_lsn": lsn}
+    meta = {"checkpoint_lsn": lsn, "replies_ahead": int(config.wal.durability == "none")}
     index.commit(index_changes(state, state.take_changes(), loaded.specs, meta))
     segment_bytes = config.wal.segment_bytes
     if reader.end.kind is EndKind.CORRUPT:
@@ -223,6 +235,12 @@ def _open_format(config: Config, directory: StateDirectory) -> StoreFormat:
     if stored is None:
         stored = _fresh_format(config)
         directory.write_format(stored)
+    if config.disk.bytes and stored.disk_segment_bytes != config.disk.segment_bytes:
+        log.info(
+            "disk.segment_bytes is %d, but this store keeps the %d bytes it was made with",
+            config.disk.segment_bytes,
+            stored.disk_segment_bytes,
+        )
     sizes = (stored.device_bytes, stored.host_bytes, stored.disk_bytes)
     if sizes != (config.device.bytes, config.host.bytes, config.disk.bytes):
         stored = StoreFormat(
@@ -246,11 +264,22 @@ def _fresh_format(config: Config) -> StoreFormat:
     )
 
 
-def _open_arenas(config: Config, stored: StoreFormat, state: State) -> dict[Tier, Arena]:
+def _open_arenas(
+    config: Config, stored: StoreFormat, state: State, *, keep_device: bool
+) -> dict[Tier, Arena]:
+    """The RAM tiers' arenas, those of the last daemon where they may be trusted.
+
+    Without ``keep_device`` the device arena is a new one: workers of the last daemon may still
+    write into slots of theirs that the log knows nothing of.
+    """
     arenas: dict[Tier, Arena] = {}
     directory = Path(config.arena.dir)
     budgets = budgets_of(config)
     for tier in RAM_TIERS:
+        if not budgets[tier] or (tier is Tier.DEVICE and not keep_device):
+            # The table first: without it nothing is ever taken over.
+            for suffix in ("table", "arena"):
+                (directory / f"{tier.label}.{suffix}").unlink(missing_ok=True)
         if budgets[tier]:
             arenas[tier] = Arena.open(
                 directory, tier.label, budgets[tier], stored.store_uuid, boot_id()
@@ -319,17 +348,7 @@ def _drop_stale_copies(state: State, sequence: Sequence) -> None:
     rows = rows[(state.blocks.flags[rows] & SEALED) == 0]
     rows = rows[state.blocks.has_copy(rows, Tier.DEVICE)]
     for tier in (Tier.HOST, Tier.DISK):
-        here = rows[state.blocks.has_copy(rows, tier)]
-        state.apply(_drops(state, tier, here))
-
-
-def _drops(state: State, tier: Tier, rows: I64) -> Records:
-    dropped = blank(len(rows), Kind.DROP)
-    dropped["key"] = rows
-    dropped["id"] = state.blocks.id[rows]
-    dropped["tier"] = tier
-    dropped["loc"] = state.blocks.slot[tier][rows]
-    return dropped
+        _drop_copies(state, tier, rows[state.blocks.has_copy(rows, tier)])
 
 
 def _drop_lost_copies(
@@ -339,16 +358,43 @@ def _drop_lost_copies(
     arenas: dict[Tier, Arena],
     report: RecoveryReport,
 ) -> None:
-    rows = state.live_rows()
-    rows = rows[state.blocks.has_copy(rows, tier)]
+    rows = _copies(state, tier)
+    before = len(rows)
     for pool, members in list(state.by_pool(rows)):
         slots = state.blocks.slot[tier][members].astype(np.int64)
         sound = slots < budgets[tier] // state.slot_bytes(tier, pool)
         if tier is not Tier.DISK:
             sound &= _entries_agree(state, tier, arenas.get(tier), pool, members, sound)
-        report.tiers[tier].kept += int(np.count_nonzero(sound))
-        report.tiers[tier].dropped += int(np.count_nonzero(~sound))
-        state.apply(_drops(state, tier, members[~sound]))
+        _drop_copies(state, tier, members[~sound])
+    _drop_copies(state, tier, _over_budget(state, tier, budgets[tier]))
+    report.tiers[tier].kept = len(_copies(state, tier))
+    report.tiers[tier].dropped = before - report.tiers[tier].kept
+
+
+def _copies(state: State, tier: Tier) -> I64:
+    rows = state.live_rows()
+    return rows[state.blocks.has_copy(rows, tier)]
+
+
+def _over_budget(state: State, tier: Tier, budget: int) -> I64:
+    """Rows to drop so that the pools together keep to a budget that was lowered: oldest first."""
+    if state.used_bytes(tier) <= budget:
+        return np.zeros(0, np.int64)
+    rows = _copies(state, tier)
+    rows = rows[restart_order(state.blocks, rows)]
+    sizes = np.array([state.slot_bytes(tier, pool) for pool in range(len(state.pools))], np.int64)
+    freed = np.cumsum(sizes[state.pool_of(rows)])
+    excess = state.used_bytes(tier) - budget
+    return rows[: int(np.searchsorted(freed, excess)) + 1]
+
+
+def _drop_copies(state: State, tier: Tier, rows: I64) -> None:
+    dropped = blank(len(rows), Kind.DROP)
+    dropped["key"] = rows
+    dropped["id"] = state.blocks.id[rows]
+    dropped["tier"] = tier
+    dropped["loc"] = state.blocks.slot[tier][rows]
+    state.apply(dropped)
 
 
 def _entries_agree(
@@ -364,10 +410,6 @@ def _entries_agree(
     ids = blocks.id[rows[chosen]]
     entries = arena.table(pool)[slots]
     sealed = (blocks.flags[rows[chosen]] & SEALED) != 0
-    if tier is Tier.DEVICE:
-        # It died sealing: the entry has the name of a cached twin already, the log has not. The
-        # payload is still what the worker wrote.
-        ids = np.where(sealed, ids, entries["id"])
     agrees = check_entries(arena, pool, slots, ids)
     same_sum = entries["sum_hi"] == blocks.sum_hi[rows[chosen]]
     same_sum &= entries["sum_lo"] == blocks.sum_lo[rows[chosen]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import mmap
 import time
 from collections.abc import Callable
@@ -14,7 +15,8 @@ import numpy as np
 from tierkv.core.effects import Flow
 from tierkv.core.ids import U32, U64, Tier
 from tierkv.core.planner import Chain, Planner, TableView
-from tierkv.errors import InvalidArgument, TierkvError, UnknownNamespace
+from tierkv.errors import InvalidArgument, LimitExceeded, TierFailed, TierkvError, UnknownNamespace
+from tierkv.obs.status import WorkerStatus
 from tierkv.rpc import messages as m
 from tierkv.rpc.connection import Connection
 from tierkv.rpc.wire import failure
@@ -25,6 +27,8 @@ from tierkv.service.lifecycle import Lifecycle
 from tierkv.service.namespaces import Namespaces
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.entry import split_hashes
+
+log = logging.getLogger(__name__)
 
 SCRATCH_BYTES = 64 << 20
 """Query and output memory of one connection; only touched pages exist."""
@@ -41,6 +45,8 @@ class Session:
     """What one connection holds."""
 
     lease: int = 0
+    name: str = ""
+    pid: int = 0
     namespaces: set[int] = field(default_factory=set)
     scratch: mmap.mmap | None = None
 
@@ -90,6 +96,20 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    def workers(self) -> list[WorkerStatus]:
+        """The connected workers, for the status document."""
+        held = self._planner.state.lease_sequences
+        return [
+            WorkerStatus(
+                lease=session.lease,
+                pid=session.pid,
+                name=session.name,
+                sequences=len(held.get(session.lease, ())),
+            )
+            for session in self._sessions.values()
+            if session.lease
+        ]
+
     # --- RequestHandler ---------------------------------------------------------------------------
 
     @property
@@ -129,8 +149,15 @@ class Sessions:
                 code = result.code
                 result = failure(result)
             reply = result
-            self._observer.answered(_verb_name(message), code, time.monotonic() - started)
-            self._engine.journal.release(lambda: connection.reply(request_id, reply))
+
+            def send() -> None:
+                self._observer.answered(_verb_name(message), code, time.monotonic() - started)
+                try:
+                    connection.reply(request_id, reply)
+                except LimitExceeded as error:  # of the reply's own size
+                    connection.fail(error, request_id)
+
+            self._engine.journal.release(send)
 
         if isinstance(message, m.Hello):
             self._engine.start(self._hello(session, connection, message), done)
@@ -147,6 +174,7 @@ class Sessions:
         yield from ()
         lease = self._leases.resume(connection, message.token) if message.token else None
         resumed = lease is not None
+        session.name, session.pid = message.name, connection.pid
         session.lease = lease if lease is not None else self._leases.open(connection)
         state = self._planner.state
         held = [state.sequences[one] for one in state.lease_sequences[session.lease]]
@@ -247,10 +275,14 @@ class Sessions:
         message: m.Attend,
         done: Callable[[m.Message | TierkvError], None],
     ) -> None:
-        self._check_open(session, message.namespace)
-        if session.scratch is None:
-            session.scratch = mmap.mmap(connection.scratch_fd, connection.scratch_bytes)
-        job = self._attention.prepare(session.lease, message, session.scratch)
+        try:
+            self._check_open(session, message.namespace)
+            if session.scratch is None:
+                session.scratch = mmap.mmap(connection.scratch_fd, connection.scratch_bytes)
+            job = self._attention.prepare(session.lease, message, session.scratch)
+        except TierkvError as error:
+            done(error)
+            return
 
         async def attend() -> None:
             loop = asyncio.get_running_loop()
@@ -258,6 +290,9 @@ class Sessions:
                 await loop.run_in_executor(self._attention.threads, compute, job)
             except (ValueError, TypeError, RuntimeError) as error:
                 done(InvalidArgument(f"attend: {error}"))
+            except Exception as error:  # it touches no state, so only this request fails
+                log.exception("attend failed")
+                done(TierkvError(f"attend: {error!r}"))
             else:
                 done(m.Done())
 
@@ -269,6 +304,8 @@ class Sessions:
             await self._checkpoint()
         except TierkvError as error:
             done(error)
+        except OSError as error:
+            done(TierFailed(f"flush: the checkpoint failed: {error}", tier=Tier.DISK.label))
         else:
             done(m.Done())
 

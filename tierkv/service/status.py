@@ -61,6 +61,7 @@ class StatusReader:
             sequences=len(state.sequences),
             leases=len(state.leases),
             connections=len(self.sessions) if self.sessions is not None else 0,
+            workers=self.sessions.workers() if self.sessions is not None else [],
             namespaces=self._namespaces(),
             prefix=PrefixStatus(
                 lookup_tokens=counters.lookup_tokens,

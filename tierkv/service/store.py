@@ -40,6 +40,12 @@ class StoreFormat(msgspec.Struct, frozen=True, kw_only=True):
         return uuid.UUID(self.store).bytes
 
 
+class _Version(msgspec.Struct):
+    """What every format has, whatever else it says."""
+
+    version: int
+
+
 class StateDirectory:
     """The directory, locked for this process. Made by ``open``."""
 
@@ -129,13 +135,13 @@ def read_format(state_dir: Path) -> StoreFormat | None:
             path=str(path),
             offset=0,
         )
-    content = msgspec.json.decode(body, type=StoreFormat)
-    if content.version > FORMAT_VERSION:
+    version = msgspec.json.decode(body, type=_Version).version
+    if version > FORMAT_VERSION:
         raise ConfigError(
-            f"{path} is of format {content.version}, this tierkv knows {FORMAT_VERSION}: "
+            f"{path} is of format {version}, this tierkv knows {FORMAT_VERSION}: "
             "use the newer version, or move the directory aside"
         )
-    return content
+    return msgspec.json.decode(body, type=StoreFormat)
 
 
 def recorded_sizes(state_dir: Path) -> dict[str, int]:

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 
 LISTEN_FDS_START = 3
 
+SEND_S = 0.25
+"""A manager that does not read for so long is not told; nothing else may wait for it."""
+
 
 class Notifier:
     """Tells the service manager how we are; does nothing where there is none."""
@@ -20,8 +23,10 @@ class Notifier:
         if not self._address:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+            sock.settimeout(SEND_S)
             try:
-                sock.sendto("\n".join(lines).encode(), self._address)
+                sock.connect(self._address)
+                sock.send("\n".join(lines).encode())
             except OSError:
                 return
 

@@ -93,7 +93,7 @@ class Index:
 
         An existing file is walked first by LMDB's verifier, which never maps it: mapping a
         truncated file would kill the process. Raises CorruptionError if it finds anything,
-        TierFailed if the files cannot be opened.
+        TierFailed if the files cannot be read or opened, which says nothing about their content.
         """
         self.path = path
         self._lock = threading.Lock()
@@ -221,8 +221,10 @@ class Index:
 def _verify(path: Path, data: Path) -> None:
     try:
         problems = lmdb.verify.verify(os.fspath(path))  # type: ignore[no-untyped-call]  # lmdb.verify has no annotations
-    except (lmdb.verify.VerifyError, OSError) as error:
+    except lmdb.verify.VerifyError as error:
         problems = [str(error)]
+    except OSError as error:
+        raise TierFailed(f"cannot read the index {path}: {error}", path=str(path)) from error
     if problems:
         raise CorruptionError(
             f"the index {data} is damaged ({len(problems)} findings, first: {problems[0]});"

@@ -15,17 +15,17 @@ from tierkv.tiers.entry import make_entries
 class ArenaTables:
     """``core.placement.SlotTables`` over the arenas of the RAM tiers.
 
-    ``before_reuse`` is called before a slot that was free gets another content.
+    ``before_change`` makes the log say that slots were freed before their entries change.
 
-    Crash: what lies in the arenas outlives the process, so the records that freed a slot must be
-    written before its entry is. ``before_reuse`` sees to that.
+    Crash: no slot's entry names another block than the log says, unless the log says that the
+    slot is free.
     """
 
     def __init__(
-        self, arenas: Mapping[Tier, Arena], before_reuse: Callable[[], None] = lambda: None
+        self, arenas: Mapping[Tier, Arena], before_change: Callable[[], None] = lambda: None
     ) -> None:
         self._arenas = arenas
-        self._before_reuse = before_reuse
+        self._before_change = before_change
 
     def tokens(self, tier: Tier, pool: int, slots: I64) -> U32:
         """See SlotTables."""
@@ -39,6 +39,7 @@ class ArenaTables:
 
     def fill(self, tier: Tier, pool: int, slots: I64, entries: Entries) -> None:
         """See SlotTables."""
+        self._before_change()
         arena = self._arenas[tier]
         arena.table(pool)[slots] = make_entries(
             ids=entries.ids,
@@ -55,7 +56,7 @@ class ArenaTables:
 
     def open(self, tier: Tier, pool: int, slots: I64, ids: U64) -> None:
         """See SlotTables."""
-        self._before_reuse()
+        self._before_change()
         arena = self._arenas[tier]
         arena.table(pool)[slots] = make_entries(
             ids=ids,
@@ -69,5 +70,5 @@ class ArenaTables:
 
     def punch(self, tier: Tier, pool: int, slots: I64) -> None:
         """See SlotTables."""
-        self._before_reuse()
+        self._before_change()
         self._arenas[tier].punch(pool, slots.astype(np.uint32))

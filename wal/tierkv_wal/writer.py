@@ -67,7 +67,7 @@ class WalWriter:
         )
         self._closed = deque(closed)
         self._appended_lsn = self._written_lsn = self._durable_lsn = end_lsn
-        self._bytes_written = 0
+        self._bytes_written = self._frames_written = 0
         self._frame = bytearray(SLOT_BYTES)
         self._flags = 0
         self._checksum = 0
@@ -98,6 +98,16 @@ class WalWriter:
     def bytes_written(self) -> int:
         """Bytes of all frames written by this writer."""
         return self._bytes_written
+
+    @property
+    def frames_written(self) -> int:
+        """Frames written by this writer."""
+        return self._frames_written
+
+    @property
+    def append_records_max(self) -> int:
+        """Most records that one append takes."""
+        return self._append_records_max
 
     @property
     def segment_count(self) -> int:
@@ -165,6 +175,7 @@ class WalWriter:
             )
             self._storage.pwrite(self._fd, frame, self._segment.offset_of(lsn))
         self._bytes_written += len(frame)
+        self._frames_written += 1
         self._written_lsn = self._appended_lsn
         self._flags = 0
         del frame[SLOT_BYTES:]

@@ -1,0 +1,102 @@
+"""The ceilings on files: plain system calls on the file system that the disk tier is on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from benchmarks.harness import Bench
+from tierkv.core.ids import U8
+
+CALL_BYTES = 8 << 20
+"""Bytes of one system call: what the daemon merges into one."""
+
+FRAME_BYTES = 192
+"""A frame of the log with two records: what a small request writes."""
+
+
+class RawLog:
+    """The ceiling: one pwrite a request into a preallocated file, synced if the mode says so."""
+
+    def __init__(self, bench: Bench, mode: str) -> None:
+        self._path = bench.folder / "raw"
+        self._sync = mode == "power"
+        self.name = "pwrite + fdatasync" if self._sync else "pwrite"
+        self._frame = bytes(FRAME_BYTES)
+        self._size_bytes = 16 << 20
+        self._at = 0
+
+    def append(self) -> None:
+        """Write one frame behind the last one."""
+        os.pwrite(self._fd, self._frame, self._at)
+        self._at = (self._at + FRAME_BYTES) % (self._size_bytes - FRAME_BYTES)
+        if self._sync:
+            os.fdatasync(self._fd)
+
+    def __enter__(self) -> RawLog:
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.posix_fallocate(self._fd, 0, self._size_bytes)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+        self._path.unlink()
+
+
+class RawFile:
+    """The ceiling: the same slots, gathered from memory, a few MiB a call, then one sync."""
+
+    def __init__(self, bench: Bench, size_bytes: int, payload: U8, slot: int) -> None:
+        self._bench = bench
+        self._path = bench.folder / "raw"
+        self._size_bytes = size_bytes
+        per_call = max(1, CALL_BYTES // slot)
+        header = memoryview(bytes(slot - payload.shape[1]))
+        self._calls = [
+            [part for block in payload[at : at + per_call] for part in (header, block.data)]
+            for at in range(0, len(payload), per_call)
+        ]
+
+    def write(self) -> float:
+        """Seconds to write and sync it all, on the server's CPU."""
+        return self._bench.on(self._bench.two_cores.server, self._write)
+
+    def _write(self) -> None:
+        offset = 0
+        for buffers in self._calls:
+            offset += os.pwritev(self._fd, buffers, offset)
+        os.fdatasync(self._fd)
+        if offset != self._size_bytes:
+            raise RuntimeError(f"{offset} of {self._size_bytes} bytes were written")
+
+    def __enter__(self) -> RawFile:
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.posix_fallocate(self._fd, 0, self._size_bytes)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+        self._path.unlink()
+
+
+def drop_page_cache(files: list[Path]) -> None:
+    """Make the next read of these files come from the device; they must be clean."""
+    for path in files:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def read(files: list[Path], size_bytes: int, buffer: memoryview) -> None:
+    """preadv the first ``size_bytes`` of the files, one after the other."""
+    left = size_bytes
+    for path in files:
+        fd, offset = os.open(path, os.O_RDONLY), 0
+        while left and (got := os.preadv(fd, [buffer[: min(len(buffer), left)]], offset)):
+            offset += got
+            left -= got
+        os.close(fd)
+    if left:
+        raise RuntimeError(f"{left} bytes are missing in {files}")

@@ -1,0 +1,61 @@
+"""Write-behind: from the moment blocks are sealed until all of them are on disk and synced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from benchmarks import blocks
+from benchmarks.daemon import Daemon
+from benchmarks.harness import Bench, Line, gigabytes_per_s, repeat
+from benchmarks.raw import RawFile
+from tierkv.client.sync import Client, Namespace
+from tierkv.core.ids import U8, Tier
+from tierkv.core.spec import KVSpec
+from tierkv.core.state import PoolShape
+from tierkv.tiers.sizes import slot_bytes
+
+BATCHES_ON_DISK = 3
+
+
+def run(bench: Bench) -> Iterator[Line]:
+    """With small and with large blocks."""
+    for spec in blocks.specs(bench):
+        yield _with(bench, spec)
+
+
+def _with(bench: Bench, spec: KVSpec) -> Line:
+    place = bench.two_cores
+    payload = blocks.some_payload(spec, blocks.batch_blocks(bench, spec))
+    slot = slot_bytes(Tier.DISK, PoolShape(spec.block_bytes, spec.block_tokens))
+    settings = {
+        "device.bytes": str(2 * payload.nbytes),
+        "disk.bytes": str(BATCHES_ON_DISK * len(payload) * slot),
+    }
+    prompts, times = blocks.Prompts(spec, len(payload)), blocks.repeats(bench)
+    name = f"spill.{blocks.label(spec)}"
+    with (
+        Daemon(bench, place, name, settings) as daemon,
+        daemon.connect() as cache,
+        RawFile(bench, len(payload) * slot, payload, slot) as raw,
+    ):
+        namespace = cache.namespace(spec)
+        # Until every slot was written once, the file system still allocates.
+        for _ in range(BATCHES_ON_DISK):
+            _spill(cache, namespace, prompts, payload)
+            raw.write()
+        measured = bench.interleave(
+            place,
+            {
+                "tierkv": lambda: repeat(lambda: _spill(cache, namespace, prompts, payload), times),
+                "pwritev": lambda: repeat(raw.write, times),
+            },
+        )
+    return measured.line(name, gigabytes_per_s(payload.nbytes), "tierkv", ["pwritev"], place)
+
+
+def _spill(cache: Client, namespace: Namespace, prompts: blocks.Prompts, payload: U8) -> float:
+    blocks.put(namespace, prompts.fresh(), payload)
+    began = time.perf_counter()
+    cache.flush()
+    return time.perf_counter() - began

@@ -1,0 +1,37 @@
+"""The demo, whole, on a model small enough for a test: real daemon, real kills, real workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from examples import demo
+from examples.demo_daemon import SHM
+from examples.smollm2 import TINY
+
+ROOT = Path(__file__).parents[2]
+
+
+def leftovers() -> set[Path]:
+    found = set(Path("/tmp").glob("tierkv-demo-*"))
+    return found | set(SHM.glob("tierkv-demo-*")) if SHM.is_dir() else found
+
+
+def test_every_phase_gives_the_models_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(ROOT / part) for part in (".", "wal", "kernels")]
+    monkeypatch.setenv("PYTHONPATH", ":".join(paths))
+    before = leftovers()
+    steps: list[str] = []
+    report = demo.run(model_path=TINY, document_tokens=600, answer_tokens=40, step=steps.append)
+    assert [row.phase for row in report.rows if not row.identical] == []
+    assert report.ok
+    assert len(steps) == demo.STEPS
+    cached = {row.phase: row.cached_tokens for row in report.rows}
+    assert cached.pop("cold prefill") == 0
+    assert len(cached) == 7
+    assert min(cached.values()) >= 500
+    facts = dict(report.facts)
+    assert int(facts["shared by two workers"].split()[0]) >= 500 // 16
+    assert facts["recovery"].endswith("0 blocks lost")
+    assert leftovers() == before
