@@ -8,6 +8,8 @@ from tests.core.world import World
 from tierkv.core.effects import Move, Wait
 from tierkv.core.ids import Tier
 from tierkv.core.invariants import check_invariants
+from tierkv.core.records import Kind, blank
+from tierkv.service.recovery import _drop_stale_copies
 
 TOKENS = list(range(1000, 1040))
 OTHERS = list(range(2000, 2040))
@@ -148,4 +150,21 @@ def test_a_twin_with_the_same_payload_keeps_its_copies_below() -> None:
     rows = world.planner.sequence(world.lease, 2).rows[:2]
     assert world.state.blocks.has_copy(rows, Tier.DEVICE).tolist() == [True, True]
     assert world.state.blocks.has_copy(rows, Tier.DISK).tolist() == [True, False]
+    check_invariants(world.state)
+
+
+def test_recovery_forgets_copies_of_blocks_that_a_worker_may_have_written_on_in() -> None:
+    world = World(4, 4, 0)
+    world.run(world.planner.acquire(world.lease, world.namespace, 1, world.chain([])))
+    world.write(world.run(world.planner.reserve(world.lease, 1, 0, 4)).slots, 0, [b"half"])
+    world.planner.suspend(world.lease, 1)
+    sequence = world.planner.sequence(world.lease, 1)
+    rows = sequence.rows
+    world.run(world.placement.copy(Tier.DEVICE, Tier.HOST, rows, world.state.blocks.id[rows]))
+    resumed = blank(1, Kind.SEQ_RESUME)
+    resumed["id"] = sequence.id
+    world.commit(resumed)  # the last record before the crash
+    _drop_stale_copies(world.state, sequence)
+    assert world.state.blocks.has_copy(rows, Tier.DEVICE).all()
+    assert not world.state.blocks.has_copy(rows, Tier.HOST).any()
     check_invariants(world.state)
