@@ -180,7 +180,7 @@ class Planner:
 
     def _acquire_again(self, lease: int, local: int, chain: Chain) -> Flow[TableView]:
         sequence = self.sequence(lease, local)
-        if sequence.suspended and (yield from self.placement.verify(sequence.rows)):
+        if (yield from self.placement.verify(sequence.rows)):
             sequence = self.sequence(lease, local)
         rows, blocks = sequence.rows, self.state.blocks
         begun = (
@@ -614,11 +614,9 @@ class Planner:
         swaps["id"] = sequence.id
         swaps["loc"] = np.arange(at, at + len(twins))
         swaps["key"] = twins
+        records = [swaps]
         cold = np.flatnonzero(~blocks.has_copy(twins, Tier.DEVICE))
         chosen = twins[cold]
-        # Before the slots' entries change: a crash in between must not find the twins' entries in
-        # slots that are still the sequence's own.
-        self.placement.commit(swaps)
         if len(cold):
             placed = blank(len(cold), Kind.PLACE)
             placed["key"] = chosen
@@ -633,8 +631,11 @@ class Planner:
             stale = chosen[differs]
             part = Chain(chain.hi[cold], chain.lo[cold], chain.tokens[cold], chain.extras[cold])
             parents = blocks.parent[chosen]
+            # Dying here leaves the twins' entries in slots that the log knows as the sequence's
+            # own open blocks; recovery expects that.
             self._fill(sequence, slots[cold], chosen, parents, part, sum_hi[cold], sum_lo[cold])
-            self.placement.commit(np.concatenate([placed, *self._forget_lower(stale)]))
+            records += [placed, *self._forget_lower(stale)]
+        self.placement.commit(np.concatenate(records))
         self.placement.touch(twins[::-1])
         self.placement.counters.deduplicated_blocks += len(twins)
         if len(cold):
