@@ -100,10 +100,7 @@ class ClientCore:
         nobody here knows are released.
         """
         self.arena, self.scratch = arena, scratch
-        welcome = expect(
-            (yield lambda: Hello(PROTOCOL_VERSION, self.pid, self.name, self._token, self.epoch)),
-            Welcome,
-        )
+        welcome = expect((yield lambda: Hello(PROTOCOL_VERSION, self.name, self._token)), Welcome)
         resumed = welcome.resumed and arena is self._lease_arena
         self.lease, self._token, self.epoch = welcome.lease, welcome.token, welcome.epoch
         self._lease_arena = arena
