@@ -45,6 +45,7 @@ from tierkv.service.sessions import Sessions
 from tierkv.service.status import StatusReader
 from tierkv.service.store import StateDirectory
 from tierkv.service.systemd import Notifier, inherited_socket
+from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.mover import Mover
 from tierkv.tiers.tables import ArenaTables
 
@@ -109,6 +110,7 @@ class _Daemon:
         self._started = time.monotonic()
         self._next_progress_s = 0.0
         self._reader: StatusReader | None = None
+        self._disk: DiskTier | None = None
         self._metrics = Metrics(self._document, self._counters)
 
     async def run(self) -> int:
@@ -193,6 +195,7 @@ class _Daemon:
         leases = Leases(planner, config.server.grace_s)
         namespaces = Namespaces(planner, recovered.arenas, recovered.disk, recovered.specs)
         attention = Attention(planner, namespaces, recovered.arenas, config.attend.threads)
+        self._disk = recovered.disk
         self._reader = StatusReader(
             config,
             self._lifecycle,
@@ -329,10 +332,12 @@ class _Daemon:
         return self._reader.document()
 
     def _read_counters(self, reader: StatusReader) -> None:
-        """What the log and the checkpoints count themselves."""
+        """What the log, the checkpoints and the disk tier count themselves."""
         self._counters.wal_bytes = reader.writer.bytes_written
         self._counters.wal_frames = reader.writer.frames_written
         self._counters.checkpoint_timestamp_s = reader.checkpointer.last_unix_s
+        if self._disk is not None:
+            self._counters.disk_read_errors = self._disk.read_errors
 
     def _progress(self, what: str) -> None:
         now_s = time.monotonic()
