@@ -329,6 +329,10 @@ def test_a_damaged_block_of_a_suspended_sequence_is_reported_as_lost() -> None:
     with pytest.raises(CorruptionError) as caught:
         world.run(world.planner.resume(world.lease, 1))
     assert caught.value.details["blocks"] == 1
+    assert world.planner.sequence(world.lease, 1).suspended
+    view = world.run(world.planner.resume(world.lease, 1))
+    assert world.payload(view.slots, 0) == repr(TOKENS[:4]).encode()
+    assert len(view.slots) == 1
     check_invariants(world.state)
 
 
@@ -346,7 +350,7 @@ def test_the_end_of_a_lease_leaves_no_reference() -> None:
 def test_write_behind_makes_eviction_free() -> None:
     world = World(4, 0, 16)
     world.store(1, TOKENS[:16])
-    rows, ids = world.planner.sealed[-1]
+    rows, ids = world.planner.take_sealed()[-1]
     assert world.run(world.placement.clean_down(rows, ids)) == 4
     released(world, 1)
     before = world.tiers.moves

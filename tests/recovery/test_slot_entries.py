@@ -9,7 +9,7 @@ import pytest
 from recovery_harness import SIZE, Daemon, Killed, Machine, chain_of, content, tail_content
 
 from tierkv.core.ids import Tier
-from tierkv.core.planner import Chain
+from tierkv.core.matching import Chain
 from tierkv.core.spec import KVSpec
 from tierkv.tiers.entry import set_checks
 
