@@ -83,6 +83,9 @@ class Journal:
             reply()
             return
         self._waiting.append((lsn, reply))
+        if self._durability == "power" and not self._flush_scheduled:
+            # Written already, in a turn in which nobody waited.
+            self._start_sync()
 
     async def settle(self) -> None:
         """Return when freed slots may be overwritten: their records are as durable as replies.
