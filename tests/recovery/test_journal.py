@@ -246,11 +246,17 @@ async def test_freed_slots_write_the_frame_before_their_entries_change(
     some.journal.write_freed()
     assert some.writer.frames == []
     some.journal.commit(dropped)
+    waits = durability != "none"
+    some.ask("r1")
     some.journal.write_freed()
     assert some.writer.frames == [[1, 0, 1, 2]]
+    assert some.replies == ([] if waits else ["r1"])
     some.commit(2)
     some.journal.write_freed()
     assert len(some.writer.frames) == 1
+    async with asyncio.timeout(5):
+        await some.journal.settle()
+    assert some.replies == ["r1"]
     some.journal.close()
 
 

@@ -8,6 +8,7 @@ reconnect.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -160,7 +161,7 @@ class Planner:
         identity = self._new_identity(lease, local)
         if identity in self.state.sequences:
             # Asked before: maybe by a worker whose daemon died on the way to the reply.
-            return (yield from self.resume(lease, local))
+            return (yield from self._acquire_again(lease, local, chain))
         rows = self._match(namespace, chain.hi, chain.lo)
         rows = rows[: self._proven(rows, chain)]
         by_tier = self._best_tiers(rows)
@@ -186,6 +187,18 @@ class Planner:
             disk=hits[Tier.DISK] * tokens,
         )
         return TableView(view.slots, view.sealed, (hits[0], hits[1], hits[2]))
+
+    def _acquire_again(self, lease: int, local: int, chain: Chain) -> Flow[TableView]:
+        """The sequence that an earlier attempt left, as far as its blocks are ``chain``'s."""
+        # If a block is lost, the sequence keeps those before it: a shorter prefix.
+        with contextlib.suppress(CorruptionError):
+            yield from self.resume(lease, local)
+        sequence = self.sequence(lease, local)
+        sealed = sequence.rows[: min(self._sealed_count(sequence.rows), len(chain))]
+        proven = self._proven(sealed, chain)
+        if proven < len(sealed):
+            self._truncate(sequence, proven)
+        return self.table(sequence)
 
     def reserve(self, lease: int, local: int, written: int, total: int) -> Flow[TableView]:
         """Room for ``total`` tokens; blocks from token ``written`` on are exclusive.
