@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -357,6 +356,3 @@ def picture(state: State) -> Picture:
 def kept(picture: Picture) -> Picture:
     """The picture without what every restart moves on."""
     return {key: value for key, value in picture.items() if key != "next_block"}
-
-
-Perform = Callable[[Any], Any]
