@@ -50,6 +50,8 @@ class Matcher:
         ``parent``: id of the block before the first one.
         """
         blocks = self._state.blocks
+        if not len(hi):
+            return np.zeros(0, np.int64)
         rows = self._state.index.get_prefix(hi, lo, blocks.hash_hi, blocks.hash_lo)
         if not len(rows):
             return rows

@@ -12,8 +12,6 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-RECORD_BYTES = 64
-
 RECORD = np.dtype(
     [
         ("type", "u1"),
@@ -71,8 +69,6 @@ class Kind(IntEnum):
     """key = row, id = block, tier and loc = a copy that is gone"""
     EPOCH = 15
     """id = epoch (daemon incarnation)"""
-    CHECKPOINT = 128
-    """loc = the last LSN that the index holds; a hint"""
 
 
 def blank(count: int, kind: Kind) -> Records:

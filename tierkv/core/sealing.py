@@ -7,7 +7,7 @@ import numpy as np
 from tierkv.core.effects import Flow, Wait
 from tierkv.core.ids import I64, U64, Tier
 from tierkv.core.matching import Chain, Matcher
-from tierkv.core.placement import Entries, Placement
+from tierkv.core.placement import BlockEntries, Placement
 from tierkv.core.records import Kind, Records, blank, join
 from tierkv.core.sequences import Sequences, TableView
 from tierkv.core.state import Sequence
@@ -199,7 +199,7 @@ class Sealer:
     ) -> None:
         """Write slot entries. They must be there before the log says the slot holds the block."""
         ids = self._state.blocks.id[rows]
-        entries = Entries(
+        entries = BlockEntries(
             sequence.namespace,
             ids,
             parents,
