@@ -26,6 +26,7 @@ from tierkv.errors import (
     InvalidArgument,
     LimitExceeded,
     PoolExhausted,
+    TierFailed,
     UnknownSequence,
 )
 
@@ -159,7 +160,8 @@ class Planner:
         by_tier = self.state.blocks.best_tier(rows)
         try:
             usable = yield from self._bring_leading(rows)
-        except PoolExhausted:
+        except (PoolExhausted, TierFailed):
+            # No room for more, or the disk refuses to be read now: a shorter prefix is one, too.
             usable = self._leading_in_device(rows)
         self._require_unchanged("acquire", sequence, ids)
         usable = min(usable, self._matcher.proven(rows[:usable], chain))
@@ -282,8 +284,8 @@ class Planner:
     def resume(self, lease: int, local: int) -> Flow[TableView]:
         """Bring all blocks back into the device tier; slots may differ from before.
 
-        Raises PoolExhausted, or CorruptionError if a block is lost: the sequence stays suspended,
-        in the latter case with the blocks before the lost one.
+        Raises PoolExhausted, TierFailed if the disk refuses to be read now, or CorruptionError if a
+        block is lost. The sequence stays suspended, in the last case with the blocks before it.
         """
         sequence = self._sequences.find(lease, local)
         if sequence.suspended and (yield from self.placement.verify(sequence.rows)):
@@ -296,7 +298,7 @@ class Planner:
         ids = self.state.blocks.id[rows]
         try:
             usable = yield from self._bring_leading(rows)
-        except PoolExhausted:
+        except (PoolExhausted, TierFailed):
             self._suspend_unless_up(sequence)
             raise
         self._require_unchanged("resume", sequence, ids)
