@@ -22,8 +22,9 @@ from tierkv.core.counters import Counters
 from tierkv.core.effects import Flow
 from tierkv.core.ids import RAM_TIERS, U8, U32, Tier
 from tierkv.core.inline import run_inline
+from tierkv.core.matching import Chain
 from tierkv.core.placement import Placement
-from tierkv.core.planner import Chain, Limits, Planner
+from tierkv.core.planner import Limits, Planner
 from tierkv.core.policy import Lru
 from tierkv.core.prefix import chain_hashes
 from tierkv.core.spec import TOKEN_ID_MAX, KVSpec

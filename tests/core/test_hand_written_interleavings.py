@@ -345,7 +345,7 @@ def test_an_open_block_before_a_lost_one_forgets_its_copies() -> None:
     stage.damage(Tier.DISK, int(stage.rows(1)[1]))
     with pytest.raises(CorruptionError):
         stage.resume(1)
-    view = stage.plan.table(stage.plan.sequence(stage.lease, 1))
+    view = stage.resume(1)
     stage.world.write(view.slots, 0, [b"more than half"])
     stage.plan.suspend(stage.lease, 1)
     stage.push_out(2)

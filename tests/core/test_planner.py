@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from world import SHAPE, World
 
+from tierkv.core.effects import Effect, Move
 from tierkv.core.ids import Tier
+from tierkv.core.inline import run_inline
 from tierkv.core.invariants import active_without_device_copy, check_invariants
 from tierkv.core.records import Kind, blank
 from tierkv.errors import (
@@ -17,6 +19,7 @@ from tierkv.errors import (
     LimitExceeded,
     NotOwner,
     PoolExhausted,
+    TierFailed,
     UnknownNamespace,
     UnknownSequence,
 )
@@ -329,6 +332,42 @@ def test_a_damaged_block_of_a_suspended_sequence_is_reported_as_lost() -> None:
     with pytest.raises(CorruptionError) as caught:
         world.run(world.planner.resume(world.lease, 1))
     assert caught.value.details["blocks"] == 1
+    assert world.planner.sequence(world.lease, 1).suspended
+    view = world.run(world.planner.resume(world.lease, 1))
+    assert world.payload(view.slots, 0) == repr(TOKENS[:4]).encode()
+    assert len(view.slots) == 1
+    check_invariants(world.state)
+
+
+def test_a_disk_that_refuses_to_be_read_costs_a_hit_and_no_block() -> None:
+    world = World(4, 0, 16)
+    world.store(1, TOKENS[:16])
+    released(world, 1)
+    world.store(2, [7] * 12)
+    released(world, 2)
+    chain = world.chain(TOKENS[:16])
+    here = world.planner.lookup(world.namespace, chain.hi, chain.lo)
+    assert here == (1, 0, 3)
+
+    def refuse(effect: Effect) -> object:
+        if isinstance(effect, Move) and effect.source is Tier.DISK:
+            raise TierFailed("input/output error")
+        return world.tiers.perform(effect)
+
+    acquire = world.planner.acquire(world.lease, world.namespace, 3, chain)
+    assert len(run_inline(acquire, refuse).slots) == 1
+    check_invariants(world.state)
+    released(world, 3)
+    assert sum(world.planner.lookup(world.namespace, chain.hi, chain.lo)) == 4
+    view = begin(world, 4, TOKENS[:16])
+    assert world.payload(view.slots, 3) == repr(TOKENS[:16]).encode()
+    world.planner.suspend(world.lease, 4)
+    world.store(5, [8] * 12)
+    released(world, 5)
+    with pytest.raises(TierFailed):
+        run_inline(world.planner.resume(world.lease, 4), refuse)
+    assert world.planner.sequence(world.lease, 4).suspended
+    assert len(world.run(world.planner.resume(world.lease, 4)).slots) == 4
     check_invariants(world.state)
 
 
@@ -346,7 +385,7 @@ def test_the_end_of_a_lease_leaves_no_reference() -> None:
 def test_write_behind_makes_eviction_free() -> None:
     world = World(4, 0, 16)
     world.store(1, TOKENS[:16])
-    rows, ids = world.planner.sealed[-1]
+    rows, ids = world.planner.take_sealed()[-1]
     assert world.run(world.placement.clean_down(rows, ids)) == 4
     released(world, 1)
     before = world.tiers.moves

@@ -137,7 +137,7 @@ class RandomWork(RuleBasedStateMachine):
 
     @rule()
     def write_behind(self) -> None:
-        sealed, self.world.planner.sealed = self.world.planner.sealed, []
+        sealed = self.world.planner.take_sealed()
         for rows, ids in sealed:
             self.world.run(self.world.placement.clean_down(rows, ids))
 

@@ -16,8 +16,9 @@ from world import SHAPE, World
 from tierkv.core.blocks import SEALED
 from tierkv.core.ids import Tier, sequence_id
 from tierkv.core.invariants import active_without_device_copy, check_invariants
-from tierkv.core.planner import Chain, TableView
+from tierkv.core.matching import Chain
 from tierkv.core.records import Kind, blank
+from tierkv.core.sequences import TableView
 from tierkv.core.state import PoolShape, State
 from tierkv.errors import (
     CorruptionError,
@@ -369,8 +370,7 @@ class Run:
                 held.tokens = held.tokens[: kept * SIZE]
                 held.content = held.content[:kept]
                 held.writable_end = 0
-                sequence = self.world.planner.sequence(worker.lease, held.local)
-                result = self.world.planner.table(sequence)
+                return
             assert isinstance(result, TableView), repr(result)
             held.asleep = False
             self._adopt(worker, held, result, 0)
@@ -465,7 +465,7 @@ class Run:
     # --- the daemon's own work --------------------------------------------------------------------
 
     def write_behind(self) -> None:
-        sealed, self.world.planner.sealed = self.world.planner.sealed, []
+        sealed = self.world.planner.take_sealed()
         for rows, ids in sealed:
             flow = self.world.placement.clean_down(rows, ids)
             self.scheduler.start(f"write-behind {rows.tolist()}", flow, lambda _done: None)

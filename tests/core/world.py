@@ -12,8 +12,9 @@ from tierkv.core.counters import Counters
 from tierkv.core.effects import Check, Effect, Headers, Move, Moved, ReadHeaders
 from tierkv.core.ids import Tier
 from tierkv.core.inline import run_inline
-from tierkv.core.placement import Entries, Placement
-from tierkv.core.planner import Chain, Limits, Planner
+from tierkv.core.matching import Chain
+from tierkv.core.placement import BlockEntries, Placement
+from tierkv.core.planner import Limits, Planner
 from tierkv.core.policy import Lru
 from tierkv.core.prefix import chain_hashes
 from tierkv.core.state import PoolShape, State
@@ -54,7 +55,7 @@ class FakeTiers:
     def extras(self, tier: Tier, pool: int, slots: Any) -> Any:
         return np.array([self.at(tier, pool, s).extra for s in slots], np.uint64)
 
-    def fill(self, tier: Tier, pool: int, slots: Any, entries: Entries) -> None:
+    def fill(self, tier: Tier, pool: int, slots: Any, entries: BlockEntries) -> None:
         for n, s in enumerate(slots):
             slot = self.at(tier, pool, s)
             slot.id = int(entries.ids[n])

@@ -94,7 +94,8 @@ def test_a_damaged_twin_that_somebody_has_mapped_is_replaced_for_the_others() ->
     view = world.run(world.planner.seal(world.lease, 2, 1, chain, hi, lo))
     assert world.payload(view.slots, 1) == b"right"
     assert np.array_equal(
-        world.planner.table(world.planner.sequence(world.lease, 1)).slots, first.slots
+        world.planner.table(world.planner.sequence(world.lease, 1)).slots,
+        first.slots,
     )
     check_invariants(world.state)
 

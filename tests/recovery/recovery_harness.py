@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,9 @@ from tierkv.config import schema
 from tierkv.core.counters import Counters
 from tierkv.core.ids import Tier
 from tierkv.core.inline import run_inline
+from tierkv.core.matching import Chain
 from tierkv.core.placement import Placement
-from tierkv.core.planner import Chain, Limits, Planner
+from tierkv.core.planner import Limits, Planner
 from tierkv.core.policy import Lru
 from tierkv.core.prefix import chain_hashes
 from tierkv.core.records import Kind, blank
@@ -298,7 +298,7 @@ class Daemon:
         return sum(self.planner.lookup(self.namespace(spec), chain.hi, chain.lo))
 
     def write_behind(self) -> None:
-        sealed, self.planner.sealed = self.planner.sealed, []
+        sealed = self.planner.take_sealed()
         for rows, ids in sealed:
             self.run(self.placement.clean_down(rows, ids))
         self.write()
@@ -356,6 +356,3 @@ def picture(state: State) -> Picture:
 def kept(picture: Picture) -> Picture:
     """The picture without what every restart moves on."""
     return {key: value for key, value in picture.items() if key != "next_block"}
-
-
-Perform = Callable[[Any], Any]

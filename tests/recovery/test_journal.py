@@ -82,7 +82,7 @@ class Bench:
             self.writer,
             durability,
             flush_s,
-            self._dead,  # type: ignore[arg-type]  # a fake
+            self._dead,
         )
 
     def _dead(self, error: Exception) -> None:
@@ -171,13 +171,14 @@ async def test_power_replies_wait_for_the_sync_and_the_next_turn_gathers(
     power.ask("read")
     await turn()
     assert power.writer.frames == [[1], [2, 3]]
+    power.ask("late read")
     assert power.replies == []
     settled = asyncio.ensure_future(power.journal.settle())
     await turn()
     assert not settled.done()
     power.writer.gate.set()
     await settled
-    assert power.replies == ["r1", "r2", "r3", "read"]
+    assert power.replies == ["r1", "r2", "r3", "read", "late read"]
     assert power.writer.syncs == 2
     assert power.writer.durable_lsn == 3
     power.journal.close()
@@ -192,6 +193,23 @@ async def test_power_settle_without_any_reply_waiting_syncs_by_itself(
     assert power.writer.durable_lsn == 1
     await power.journal.settle()
     assert power.writer.syncs == 1
+    power.journal.close()
+
+
+async def test_power_a_read_does_not_wait_for_ever_behind_records_without_a_reply(
+    bench: Callable[..., Bench],
+) -> None:
+    """A worker has gone, its lease is closed; then another one only looks something up."""
+    power = bench("power")
+    power.commit(1)
+    await turn()
+    assert power.writer.frames == [[1]]
+    out = asyncio.Event()
+    power.journal.release(out.set)
+    assert not out.is_set()
+    async with asyncio.timeout(5):
+        await out.wait()
+    assert power.writer.durable_lsn == 1
     power.journal.close()
 
 
@@ -228,11 +246,17 @@ async def test_freed_slots_write_the_frame_before_their_entries_change(
     some.journal.write_freed()
     assert some.writer.frames == []
     some.journal.commit(dropped)
+    waits = durability != "none"
+    some.ask("r1")
     some.journal.write_freed()
     assert some.writer.frames == [[1, 0, 1, 2]]
+    assert some.replies == ([] if waits else ["r1"])
     some.commit(2)
     some.journal.write_freed()
     assert len(some.writer.frames) == 1
+    async with asyncio.timeout(5):
+        await some.journal.settle()
+    assert some.replies == ["r1"]
     some.journal.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 from recovery_harness import SIZE, Daemon, Killed, Machine, chain_of, content, tail_content
 
 from tierkv.core.ids import Tier
-from tierkv.core.planner import Chain
+from tierkv.core.matching import Chain
 from tierkv.core.spec import KVSpec
 from tierkv.tiers.entry import set_checks
 
@@ -160,6 +160,49 @@ def test_bytes_that_changed_while_no_daemon_ran_are_not_handed_out(start: Start)
     view = daemon.run(daemon.planner.acquire(lease, daemon.namespace(), 2, chain_of(A)))
     assert len(view.slots) == 2
     assert daemon.counters.checksum_failures["device"] == 1
+
+
+def _dies_while_acquiring(daemon: Daemon, lease: int, chain: Chain) -> None:
+    """The blocks are on their way up from disk when the daemon goes."""
+    daemon.store(lease, 1, A)
+    daemon.write_behind()
+    daemon.planner.release(lease, [1])
+    daemon.placement._drop(Tier.DEVICE, daemon.state.live_rows(), "capacity")
+    daemon.write()
+    daemon.planner.acquire(lease, daemon.namespace(), 2, chain).send(None)
+    daemon.write()
+
+
+def test_a_prefix_asked_for_again_is_proven_again(start: Start) -> None:
+    """Other tokens under the same hashes: the first answer would have found that out."""
+    daemon = start(device=8, host=0, disk=8)
+    lease = daemon.hello()
+    chain = chain_of(A)
+    tokens = chain.tokens.copy()
+    tokens[2, 1] += 1
+    other = Chain(chain.hi, chain.lo, tokens, chain.extras)
+    _dies_while_acquiring(daemon, lease, other)
+    daemon = start()
+    view = daemon.run(daemon.planner.acquire(lease, daemon.namespace(), 2, other))
+    assert len(view.slots) == 2
+    view = daemon.run(daemon.planner.acquire(lease, daemon.namespace(), 3, chain))
+    assert len(view.slots) == 4
+
+
+def test_a_prefix_asked_for_again_may_have_become_shorter(start: Start, machine: Machine) -> None:
+    daemon = start(device=8, host=0, disk=8)
+    lease = daemon.hello()
+    _dies_while_acquiring(daemon, lease, chain_of(A))
+    row = daemon.planner.sequence(lease, 2).rows[3]
+    slot = int(daemon.state.blocks.slot[Tier.DISK][row])
+    machine.crash()
+    segment = next((machine.folder / "data").glob("00-*.seg"))
+    with segment.open("r+b") as file:
+        file.seek(slot * 8192)
+        file.write(b"\0")
+    daemon = start()
+    view = daemon.run(daemon.planner.acquire(lease, daemon.namespace(), 2, chain_of(A)))
+    assert len(view.slots) == 3
 
 
 @pytest.mark.parametrize("field", ["id", "sum_hi", "sum_lo", "check"])

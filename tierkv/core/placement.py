@@ -28,7 +28,7 @@ MOVE_BATCH = 256
 
 
 @dataclass(frozen=True)
-class Entries:
+class BlockEntries:
     """Identity of sealed blocks, one row each: what a slot's entry holds beside its payload.
 
     All u64 [n], but ``tokens`` u32 [n, block_tokens]. ``extras``: digests of the extra keys.
@@ -56,7 +56,7 @@ class SlotTables(Protocol):
         """Digests of the blocks' extra keys, shape [n]."""
         ...
 
-    def fill(self, tier: Tier, pool: int, slots: I64, entries: Entries) -> None:
+    def fill(self, tier: Tier, pool: int, slots: I64, entries: BlockEntries) -> None:
         """Write the entries of sealed blocks."""
         ...
 
@@ -581,17 +581,33 @@ def restart_order(blocks: Blocks, rows: I64) -> I64:
     The log does not keep recency. Ids grow with time, so a chain is as young as its youngest
     block; a parent is never listed before its children, so victims still come leaf first.
     """
+    if not len(rows):
+        return np.zeros(0, np.int64)
+    parent = _parent_positions(blocks, rows)
+    depth = _depths(parent)
+    youngest = blocks.id[rows].copy()
+    by_depth = np.argsort(depth, kind="stable")
+    starts = np.searchsorted(depth[by_depth], np.arange(int(depth.max()) + 2))
+    for level in range(int(depth.max()), 0, -1):
+        children = by_depth[starts[level] : starts[level + 1]]
+        np.maximum.at(youngest, parent[children], youngest[children])
+    return np.asarray(np.lexsort((-depth, youngest)))
+
+
+def _parent_positions(blocks: Blocks, rows: I64) -> I64:
+    """For each row the position of its parent among ``rows``, -1 where it is not there."""
     ids = blocks.id[rows]
     by_id = np.argsort(ids)
-    parent_at = np.searchsorted(ids[by_id], blocks.parent[rows])
-    parent_at = by_id[np.minimum(parent_at, len(rows) - 1)] if len(rows) else parent_at
-    has_parent = (blocks.parent[rows] != 0) & (ids[parent_at] == blocks.parent[rows])
-    youngest = ids.copy()
-    depth = np.zeros(len(rows), np.int64)
-    # A child is always younger than its parent, so one pass from old to young sets depths
-    # and one from young to old hands ages down.
-    for at in by_id[has_parent[by_id]].tolist():
-        depth[at] = depth[parent_at[at]] + 1
-    for at in by_id[has_parent[by_id]][::-1].tolist():
-        youngest[parent_at[at]] = max(youngest[parent_at[at]], youngest[at])
-    return np.asarray(np.lexsort((-depth, youngest)))
+    at = np.minimum(np.searchsorted(ids[by_id], blocks.parent[rows]), len(rows) - 1)
+    found = ids[by_id[at]] == blocks.parent[rows]
+    return np.where(found, by_id[at], -1)
+
+
+def _depths(parent: I64) -> I64:
+    """How many ancestors each position has, by doubling the distance looked back each time."""
+    ancestor = parent.copy()
+    depth = (ancestor >= 0).astype(np.int64)
+    while (deeper := ancestor >= 0).any():
+        depth[deeper] += depth[ancestor[deeper]]
+        ancestor[deeper] = ancestor[ancestor[deeper]]
+    return depth

@@ -13,23 +13,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierkv.core.blocks import SEALED
-from tierkv.core.effects import Flow, Headers, Move, Moved, ReadHeaders, Wait
-from tierkv.core.ids import I64, NO_BLOCK, U32, U64, Bool, Tier, lease_of, sequence_id
-from tierkv.core.placement import Entries, Placement
-from tierkv.core.records import Kind, Records, blank, push
+from tierkv.core.effects import Flow, Move, Moved
+from tierkv.core.ids import I64, U64, Tier
+from tierkv.core.matching import Chain, Matcher
+from tierkv.core.placement import Placement
+from tierkv.core.records import Kind, blank, join, push
+from tierkv.core.sealing import Sealer
+from tierkv.core.sequences import LOCAL_MAX, Sequences, TableView
 from tierkv.core.state import Lease, PoolShape, Sequence, State
 from tierkv.errors import (
     CorruptionError,
     InvalidArgument,
-    LeaseLost,
     LimitExceeded,
-    NotOwner,
     PoolExhausted,
-    UnknownNamespace,
+    TierFailed,
     UnknownSequence,
 )
-
-LOCAL_MAX = 2**32
 
 RECORDS_PER_BLOCK_MAX = 3
 """Most records that one commit makes for one block of a request (a place and two drops)."""
@@ -43,39 +42,6 @@ class Limits:
     blocks_per_request: int = 65_536
 
 
-@dataclass(frozen=True)
-class Chain:
-    """Blocks of a request as they came: names, tokens, digests of extra keys.
-
-    ``hi``, ``lo`` u64 [n], ``tokens`` u32 [n, block_tokens], ``extras`` u64 [n].
-    """
-
-    hi: U64
-    lo: U64
-    tokens: U32
-    extras: U64
-
-    def __len__(self) -> int:
-        return len(self.hi)
-
-    def part(self, start: int, stop: int) -> Chain:
-        """Blocks start .. stop - 1."""
-        part = slice(start, stop)
-        return Chain(self.hi[part], self.lo[part], self.tokens[part], self.extras[part])
-
-
-@dataclass(frozen=True)
-class TableView:
-    """A sequence's block table: device slots (u32 [n]) and how many leading blocks are sealed.
-
-    ``by_tier``: for ``acquire``, how many of the blocks came from each tier.
-    """
-
-    slots: U32
-    sealed: int
-    by_tier: tuple[int, int, int] = (0, 0, 0)
-
-
 class Planner:
     """Verbs over one state and its placement."""
 
@@ -83,8 +49,9 @@ class Planner:
         self.state = state
         self.placement = placement
         self.limits = limits
-        self.sealed: list[tuple[I64, U64]] = []
-        """Rows and ids sealed since the owner last looked: candidates for write-behind."""
+        self._sequences = Sequences(placement, limits.sequences)
+        self._matcher = Matcher(placement)
+        self._sealer = Sealer(placement, self._sequences, self._matcher)
 
     # --- leases and namespaces --------------------------------------------------------------------
 
@@ -108,7 +75,7 @@ class Planner:
         records = blank(1, Kind.LEASE_CLOSE)
         records["key"] = lease
         self.placement.commit(records)
-        self._touch_released(rows)
+        self._sequences.touch_released(rows)
 
     def open_namespace(self, digest: bytes, shape: PoolShape) -> int:
         """The number of the namespace with this digest, entered if it is new. Mutates."""
@@ -129,26 +96,18 @@ class Planner:
 
     def lookup(self, namespace: int, hi: U64, lo: U64) -> tuple[int, int, int]:
         """Leading blocks that are cached, by the best tier each is in. Touches nothing."""
-        self._pool(namespace)
+        self._sequences.pool(namespace)
         self._check_size(len(hi))
-        rows = self._match(namespace, hi, lo)
-        return self._count_tiers(rows)
+        rows = self._matcher.match(namespace, hi, lo)
+        return self._matcher.count_tiers(rows)
 
     def sequence(self, lease: int, local: int) -> Sequence:
         """A lease's own sequence. Raises UnknownSequence, NotOwner."""
-        if local >= LOCAL_MAX:
-            if lease_of(local) != lease:
-                raise NotOwner(f"sequence {local:#x} belongs to another lease")
-            local &= LOCAL_MAX - 1
-        found = self.state.sequences.get(sequence_id(lease, local))
-        if found is None:
-            raise UnknownSequence(f"there is no sequence {local}; it ended or was never begun")
-        return found
+        return self._sequences.find(lease, local)
 
     def table(self, sequence: Sequence) -> TableView:
         """The block table of a sequence as it is now."""
-        rows = sequence.rows
-        return TableView(self.state.blocks.slot[Tier.DEVICE][rows], self._sealed_count(rows))
+        return self._sequences.view(sequence)
 
     # --- verbs ------------------------------------------------------------------------------------
 
@@ -160,56 +119,57 @@ class Planner:
 
         Raises UnknownNamespace, LimitExceeded, InvalidArgument.
         """
-        self._pool(namespace)
+        self._sequences.pool(namespace)
         self._check_size(len(chain))
-        if self._identity(lease, local) in self.state.sequences:
+        if self._sequences.identity(lease, local) in self.state.sequences:
             return (yield from self._acquire_again(lease, local, chain))
-        rows = self._match(namespace, chain.hi, chain.lo)
+        rows = self._matcher.match(namespace, chain.hi, chain.lo)
         if (yield from self.placement.verify(rows)):
-            if self._identity(lease, local) in self.state.sequences:
+            if self._sequences.identity(lease, local) in self.state.sequences:
                 return (yield from self._acquire_again(lease, local, chain))
-            rows = self._match(namespace, chain.hi, chain.lo)
-        rows = rows[: self._proven(rows, chain)]
-        self._check_sequence_limit(lease)
+            rows = self._matcher.match(namespace, chain.hi, chain.lo)
+        rows = rows[: self._matcher.proven(rows, chain)]
+        self._sequences.check_limit(lease)
         opened = blank(1, Kind.SEQ_OPEN)
-        opened["id"] = self._identity(lease, local)
+        opened["id"] = self._sequences.identity(lease, local)
         opened["key"] = namespace
         records = [opened, push(int(opened["id"][0]), rows.astype(np.uint32))]
-        self.placement.commit(np.concatenate(records))
-        return (yield from self._bring_prefix(self.sequence(lease, local), chain))
+        self.placement.commit(join(records))
+        return (yield from self._bring_prefix(self._sequences.find(lease, local), chain))
 
     def _acquire_again(self, lease: int, local: int, chain: Chain) -> Flow[TableView]:
-        sequence = self.sequence(lease, local)
+        sequence = self._sequences.find(lease, local)
         if (yield from self.placement.verify(sequence.rows)):
-            sequence = self.sequence(lease, local)
+            sequence = self._sequences.find(lease, local)
         rows, blocks = sequence.rows, self.state.blocks
         begun = (
-            self._sealed_count(rows) == len(rows) <= len(chain)
+            self._sequences.sealed_count(rows) == len(rows) <= len(chain)
             and np.array_equal(blocks.hash_hi[rows], chain.hi[: len(rows)])
             and np.array_equal(blocks.hash_lo[rows], chain.lo[: len(rows)])
         )
         if not begun:
             return (yield from self.resume(lease, local))
         if sequence.suspended:
-            self._log_sequence(Kind.SEQ_RESUME, sequence)
+            self._sequences.log(Kind.SEQ_RESUME, sequence)
         return (yield from self._bring_prefix(sequence, chain))
 
     def _bring_prefix(self, sequence: Sequence, chain: Chain) -> Flow[TableView]:
         """Bring the sequence's blocks up as far as they fit and are what ``chain`` says."""
         rows = sequence.rows
         ids = self.state.blocks.id[rows]
-        by_tier = self._best_tiers(rows)
+        by_tier = self.state.blocks.best_tier(rows)
         try:
             usable = yield from self._bring_leading(rows)
-        except PoolExhausted:
+        except (PoolExhausted, TierFailed):
+            # No room for more, or the disk refuses to be read now: a shorter prefix is one, too.
             usable = self._leading_in_device(rows)
         self._require_unchanged("acquire", sequence, ids)
-        usable = min(usable, self._proven(rows[:usable], chain))
+        usable = min(usable, self._matcher.proven(rows[:usable], chain))
         if usable < len(rows):
-            self._truncate(sequence, usable)
+            self._sequences.truncate(sequence, usable)
         # Recency of the lower copies; and on disk only those of active blocks may leave.
         self.placement.touch(sequence.rows[::-1])
-        view = self.table(sequence)
+        view = self._sequences.view(sequence)
         hits = np.bincount(by_tier[:usable], minlength=len(Tier)).tolist()
         tokens = chain.tokens.shape[1]
         self.placement.counters.looked_up(
@@ -227,8 +187,8 @@ class Planner:
         block that must be copied is damaged).
         """
         while True:
-            sequence = self._active_sequence(lease, local)
-            pool = self._pool(sequence.namespace)
+            sequence = self._sequences.active(lease, local)
+            pool = self._sequences.pool(sequence.namespace)
             block_tokens = self.state.pools[pool].block_tokens
             needed = -(-total // block_tokens)
             self._check_size(needed)
@@ -242,15 +202,15 @@ class Planner:
             keep = self._exclusive_until(rows, first)
             fresh = max(needed, len(rows)) - keep
             if not fresh:
-                return self.table(sequence)
+                return self._sequences.view(sequence)
             copied = rows[first : first + 1] if keep == first and written % block_tokens else None
             ids = self.state.blocks.id[rows]
             slots = yield from self.placement.room(Tier.DEVICE, pool, fresh)
             try:
-                if not self._steady(sequence, ids):
+                if not self._sequences.steady(sequence, ids):
                     continue
                 whole = copied is None or (yield from self._copy_block(pool, copied, slots))
-                if not self._steady(sequence, ids):
+                if not self._sequences.steady(sequence, ids):
                     continue
                 if self._exclusive_until(rows, first) != keep:
                     continue
@@ -264,7 +224,7 @@ class Planner:
                 self._extend(sequence, keep, slots)
             finally:
                 self.placement.unhold_slots(Tier.DEVICE, pool, slots)
-            return self.table(sequence)
+            return self._sequences.view(sequence)
 
     def seal(
         self, lease: int, local: int, first: int, chain: Chain, sum_hi: U64, sum_lo: U64
@@ -273,40 +233,17 @@ class Planner:
 
         Raises InvalidArgument, UnknownSequence.
         """
-        while True:
-            sequence = self._active_sequence(lease, local)
-            rows = sequence.rows
-            sealed = self._sealed_count(rows)
-            if first > sealed or first + len(chain) > len(rows):
-                raise InvalidArgument(
-                    f"seal: blocks {first} to {first + len(chain) - 1} of a sequence with "
-                    f"{len(rows)} blocks, {sealed} of them sealed; blocks are sealed in order"
-                )
-            skip = min(sealed - first, len(chain))
-            self._check_resealed(sequence, first, chain.part(0, skip))
-            rest = chain.part(skip, len(chain))
-            if not len(rest):
-                return self.table(sequence)
-            ids = self.state.blocks.id[rows]
-            twins = yield from self._twins(sequence, ids, sealed, rest)
-            if self._steady(sequence, ids) and self._sealed_count(rows) == sealed:
-                break
-        twins = self._takable(sequence, sealed, twins)
-        self._take_twins(sequence, sealed, twins, rest, sum_hi[skip:], sum_lo[skip:])
-        done = len(twins)
-        self._seal_own(
-            sequence,
-            sealed + done,
-            rest.part(done, len(rest)),
-            sum_hi[skip + done :],
-            sum_lo[skip + done :],
-        )
-        return self.table(sequence)
+        return self._sealer.seal(lease, local, first, chain, sum_hi, sum_lo)
+
+    def take_sealed(self) -> list[tuple[I64, U64]]:
+        """Rows and ids sealed since the last call: candidates for write-behind. Mutates."""
+        taken, self._sealer.newly_sealed = self._sealer.newly_sealed, []
+        return taken
 
     def truncate(self, lease: int, local: int, tokens: int) -> TableView:
         """Keep the first ``tokens`` tokens. Mutates."""
-        sequence = self.sequence(lease, local)
-        block_tokens = self._block_tokens(sequence)
+        sequence = self._sequences.find(lease, local)
+        block_tokens = self._sequences.block_tokens(sequence)
         keep = -(-tokens // block_tokens)
         if tokens < 0 or keep > len(sequence):
             raise InvalidArgument(
@@ -314,17 +251,17 @@ class Planner:
                 f"{block_tokens}"
             )
         if keep < len(sequence):
-            self._truncate(sequence, keep)
-        return self.table(sequence)
+            self._sequences.truncate(sequence, keep)
+        return self._sequences.view(sequence)
 
     def fork(self, lease: int, local: int, new_local: int, tokens: int) -> TableView:
         """A new sequence on the same first ``tokens`` tokens; nothing is copied yet. Mutates."""
-        sequence = self._active_sequence(lease, local)
-        identity = self._identity(lease, new_local)
+        sequence = self._sequences.active(lease, local)
+        identity = self._sequences.identity(lease, new_local)
         if identity in self.state.sequences:
-            return self.table(self.state.sequences[identity])
-        self._check_sequence_limit(lease)
-        count = -(-tokens // self._block_tokens(sequence))
+            return self._sequences.view(self.state.sequences[identity])
+        self._sequences.check_limit(lease)
+        count = -(-tokens // self._sequences.block_tokens(sequence))
         if tokens < 0 or count > len(sequence):
             raise InvalidArgument(
                 f"fork at {tokens} tokens: the sequence has only {len(sequence)} blocks"
@@ -333,48 +270,48 @@ class Planner:
         opened["id"] = identity
         opened["key"] = sequence.namespace
         rows = sequence.rows[:count].astype(np.uint32)
-        self.placement.commit(np.concatenate([opened, push(identity, rows)]))
-        return self.table(self.state.sequences[identity])
+        self.placement.commit(join([opened, push(identity, rows)]))
+        return self._sequences.view(self.state.sequences[identity])
 
     def suspend(self, lease: int, local: int) -> None:
         """The worker maps the blocks no more: they may spill. Mutates."""
-        sequence = self.sequence(lease, local)
+        sequence = self._sequences.find(lease, local)
         if sequence.suspended:
             return
-        self._log_sequence(Kind.SEQ_SUSPEND, sequence)
+        self._sequences.log(Kind.SEQ_SUSPEND, sequence)
         self.placement.touch(sequence.rows[::-1])
 
     def resume(self, lease: int, local: int) -> Flow[TableView]:
         """Bring all blocks back into the device tier; slots may differ from before.
 
-        Raises PoolExhausted (the sequence stays suspended), CorruptionError (a block is lost; the
-        sequence keeps the blocks before it and is active).
+        Raises PoolExhausted, TierFailed if the disk refuses to be read now, or CorruptionError if a
+        block is lost. The sequence stays suspended, in the last case with the blocks before it.
         """
-        sequence = self.sequence(lease, local)
+        sequence = self._sequences.find(lease, local)
         if sequence.suspended and (yield from self.placement.verify(sequence.rows)):
-            sequence = self.sequence(lease, local)
+            sequence = self._sequences.find(lease, local)
         if sequence.suspended:
-            self._log_sequence(Kind.SEQ_RESUME, sequence)
-        elif self._is_up(sequence):
-            return self.table(sequence)
+            self._sequences.log(Kind.SEQ_RESUME, sequence)
+        elif self._sequences.is_up(sequence):
+            return self._sequences.view(sequence)
         rows = sequence.rows
         ids = self.state.blocks.id[rows]
         try:
             usable = yield from self._bring_leading(rows)
-        except PoolExhausted:
+        except (PoolExhausted, TierFailed):
             self._suspend_unless_up(sequence)
             raise
         self._require_unchanged("resume", sequence, ids)
         if usable < len(rows):
-            self._truncate(sequence, usable)
-        self._reopen(sequence)
-        self.placement.touch(sequence.rows[::-1])
-        if usable < len(rows):
+            self._sequences.truncate(sequence, usable)
+            self.suspend(lease, local)
             raise CorruptionError(
                 f"block {usable} of the sequence is lost; it keeps the {usable} before it",
                 blocks=usable,
             )
-        return self.table(sequence)
+        self._reopen(sequence)
+        self.placement.touch(sequence.rows[::-1])
+        return self._sequences.view(sequence)
 
     def _reopen(self, sequence: Sequence) -> None:
         """The worker writes on in the unsealed blocks: copies made of them are out of date."""
@@ -383,36 +320,20 @@ class Planner:
         self.placement.reopen(rows)
         slots = blocks.slot[Tier.DEVICE][rows].astype(np.int64)
         self.placement.tables.open(
-            Tier.DEVICE, self._pool(sequence.namespace), slots, blocks.id[rows]
+            Tier.DEVICE, self._sequences.pool(sequence.namespace), slots, blocks.id[rows]
         )
-
-    def _is_up(self, sequence: Sequence) -> bool:
-        """Whether all of an active sequence's blocks have arrived in the device tier."""
-        return bool(self.state.blocks.has_copy(sequence.rows, Tier.DEVICE).all())
 
     def _suspend_unless_up(self, sequence: Sequence) -> None:
         """A flow gives up on bringing the sequence up. Mutates."""
         if self.state.sequences.get(sequence.id) is not sequence or sequence.suspended:
             return
-        if not self._is_up(sequence):
-            self._log_sequence(Kind.SEQ_SUSPEND, sequence)
+        if not self._sequences.is_up(sequence):
+            self._sequences.log(Kind.SEQ_SUSPEND, sequence)
             self.placement.touch(sequence.rows[::-1])
-
-    def _unchanged(self, sequence: Sequence, ids: U64) -> bool:
-        """Whether the sequence still stands, is active, and holds these blocks."""
-        return (
-            self.state.sequences.get(sequence.id) is sequence
-            and not sequence.suspended
-            and np.array_equal(self.state.blocks.id[sequence.rows], ids)
-        )
-
-    def _steady(self, sequence: Sequence, ids: U64) -> bool:
-        """The same, and all of its blocks are in the device tier."""
-        return self._unchanged(sequence, ids) and self._is_up(sequence)
 
     def _require_unchanged(self, verb: str, sequence: Sequence, ids: U64) -> None:
         """Raise InvalidArgument or UnknownSequence if another request interfered."""
-        if self._unchanged(sequence, ids):
+        if self._sequences.unchanged(sequence, ids):
             return
         self._suspend_unless_up(sequence)
         local = sequence.id & (LOCAL_MAX - 1)
@@ -430,7 +351,7 @@ class Planner:
         ending: dict[int, Sequence] = {}
         for local in locals_:
             try:
-                sequence = self.sequence(lease, local)
+                sequence = self._sequences.find(lease, local)
             except UnknownSequence:
                 continue
             ending[sequence.id] = sequence
@@ -440,54 +361,9 @@ class Planner:
         records = blank(len(ending), Kind.SEQ_CLOSE)
         records["id"] = list(ending)
         self.placement.commit(records)
-        self._touch_released(rows)
+        self._sequences.touch_released(rows)
 
     # --- matching ---------------------------------------------------------------------------------
-
-    def _match(self, namespace: int, hi: U64, lo: U64) -> I64:
-        """Rows of the longest chain under these hashes whose links are proven, shape [<= n]."""
-        blocks = self.state.blocks
-        rows = self.state.index.get_prefix(hi, lo, blocks.hash_hi, blocks.hash_lo)
-        if not len(rows):
-            return rows
-        parents = np.concatenate([[np.uint64(NO_BLOCK)], blocks.id[rows[:-1]]])
-        good = (blocks.parent[rows] == parents) & (blocks.namespace[rows] == namespace)
-        bad = np.flatnonzero(~good)
-        if len(bad):
-            self.placement.counters.mismatched_blocks += 1
-            rows = rows[: bad[0]]
-        return rows
-
-    def _proven(self, rows: I64, chain: Chain) -> int:
-        """How many leading rows do not contradict the chain's tokens and extra keys.
-
-        Blocks that are only on disk cannot be judged yet and pass; they are judged again when
-        they have come up.
-        """
-        blocks = self.state.blocks
-        good = np.ones(len(rows), np.bool_)
-        seen = np.zeros(len(rows), np.bool_)
-        for tier in (Tier.DEVICE, Tier.HOST):
-            here = blocks.has_copy(rows, tier) & ~seen
-            seen |= here
-            for pool, members in self.state.by_pool(rows[here]):
-                slots = blocks.slot[tier][members].astype(np.int64)
-                tables = self.placement.tables
-                same = (tables.tokens(tier, pool, slots) == chain.tokens[: len(rows)][here]).all(1)
-                same &= tables.extras(tier, pool, slots) == chain.extras[: len(rows)][here]
-                good[here] = same
-        bad = np.flatnonzero(~good)
-        if len(bad):
-            self.placement.counters.mismatched_blocks += 1
-            return int(bad[0])
-        return len(rows)
-
-    def _best_tiers(self, rows: I64) -> I64:
-        return self.state.blocks.best_tier(rows)
-
-    def _count_tiers(self, rows: I64) -> tuple[int, int, int]:
-        counts = np.bincount(self._best_tiers(rows), minlength=len(Tier))
-        return int(counts[0]), int(counts[1]), int(counts[2])
 
     def _bring_leading(self, rows: I64) -> Flow[int]:
         if not len(rows):
@@ -540,212 +416,15 @@ class Planner:
             cut["loc"] = keep
             records.append(cut)
         records.append(push(sequence.id, rows.astype(np.uint32)))
-        pool = self._pool(sequence.namespace)
+        pool = self._sequences.pool(sequence.namespace)
         self.placement.tables.open(Tier.DEVICE, pool, slots, allocated["id"])
         cut_off = sequence.rows[keep:]
         ids = self.state.blocks.id[cut_off].copy()
-        self.placement.commit(np.concatenate(records))
+        self.placement.commit(join(records))
         self.placement.trust(rows)
-        self._touch_idle(cut_off[self.state.blocks.id[cut_off] == ids])
-
-    # --- seal -------------------------------------------------------------------------------------
-
-    def _twins(self, sequence: Sequence, ids: U64, at: int, chain: Chain) -> Flow[I64]:
-        """Rows of cached blocks that are the same as the leading blocks of ``chain``, proven.
-
-        No rows if the sequence does not hold the blocks ``ids`` any more.
-        """
-        blocks = self.state.blocks
-        verified = False
-        while self._unchanged(sequence, ids):
-            rows = self.state.index.get_prefix(chain.hi, chain.lo, blocks.hash_hi, blocks.hash_lo)
-            if not len(rows):
-                return rows
-            parents = np.concatenate(
-                [[np.uint64(self._parent_id(sequence, at))], blocks.id[rows[:-1]]]
-            )
-            linked = blocks.parent[rows] == parents
-            linked &= blocks.namespace[rows] == sequence.namespace
-            rows = _leading(rows, linked)
-            rows = rows[: self._proven(rows, chain)]
-            if not verified and (yield from self.placement.verify(rows)):
-                verified = True
-                continue
-            rows = rows[: self.placement.leading_verified(rows)]
-            coming = [self.placement.arriving(row) for row in rows.tolist()]
-            signal = next((one for one in coming if one is not None), None)
-            if signal is None:
-                return (yield from self._prove_on_disk(rows, chain))
-            yield Wait(signal)
-        return np.zeros(0, np.int64)
-
-    def _prove_on_disk(self, rows: I64, chain: Chain) -> Flow[I64]:
-        """Cut ``rows`` where a block that is only on disk has other tokens than ``chain``."""
-        blocks = self.state.blocks
-        cold = np.flatnonzero(blocks.best_tier(rows) == Tier.DISK)
-        if not len(cold):
-            return rows
-        ids = blocks.id[rows].copy()
-        pool = int(self.state.pool_of(rows[:1])[0])
-        slots = blocks.slot[Tier.DISK][rows[cold]].astype(np.int64)
-        with self.placement.reading(Tier.DISK, rows[cold]):
-            headers: Headers = yield ReadHeaders(pool, ids[cold], slots)
-        same = headers.ok & (headers.tokens == chain.tokens[cold]).all(1)
-        same &= headers.extras == chain.extras[cold]
-        good = np.ones(len(rows), np.bool_)
-        good[cold] = same
-        good &= (blocks.id[rows] == ids) & blocks.has_any_copy(rows)
-        return _leading(rows, good)
-
-    def _take_twins(
-        self, sequence: Sequence, at: int, twins: I64, chain: Chain, sum_hi: U64, sum_lo: U64
-    ) -> None:
-        """Put cached twins in place of the sequence's own blocks, whose slots become free.
-
-        A twin that is in the device tier is used as it is. One that is only further down gets
-        the worker's fresh payload as its device copy instead of being read back.
-        """
-        if not len(twins):
-            return
-        blocks = self.state.blocks
-        own = sequence.rows[at : at + len(twins)]
-        slots = blocks.slot[Tier.DEVICE][own].astype(np.int64)
-        swaps = blank(len(twins), Kind.SEQ_SWAP)
-        swaps["id"] = sequence.id
-        swaps["loc"] = np.arange(at, at + len(twins))
-        swaps["key"] = twins
-        records = [swaps]
-        cold = np.flatnonzero(~blocks.has_copy(twins, Tier.DEVICE))
-        chosen = twins[cold]
-        if len(cold):
-            placed = blank(len(cold), Kind.PLACE)
-            placed["key"] = chosen
-            placed["id"] = blocks.id[chosen]
-            placed["tier"] = Tier.DEVICE
-            placed["loc"] = slots[cold]
-            placed["extra_hi"], placed["extra_lo"] = sum_hi[cold], sum_lo[cold]
-            # Lower copies hold the payload of old: most often the same, for the same tokens.
-            differs = (sum_hi[cold] != blocks.sum_hi[chosen]) | (
-                sum_lo[cold] != blocks.sum_lo[chosen]
-            )
-            stale = chosen[differs]
-            part = Chain(chain.hi[cold], chain.lo[cold], chain.tokens[cold], chain.extras[cold])
-            parents = blocks.parent[chosen]
-            # Dying here leaves the twins' entries in slots that the log knows as the sequence's
-            # own open blocks; recovery expects that.
-            self._fill(sequence, slots[cold], chosen, parents, part, sum_hi[cold], sum_lo[cold])
-            records += [placed, *self._forget_lower(stale)]
-        self.placement.commit(np.concatenate(records))
-        self.placement.touch(twins[::-1])
-        self.placement.counters.deduplicated_blocks += len(twins)
-        if len(cold):
-            self.placement.trust(chosen)
-            self.sealed.append((chosen, blocks.id[chosen].copy()))
-
-    def _takable(self, sequence: Sequence, at: int, twins: I64) -> I64:
-        """The twins, or none if other sequences hold open blocks of this one.
-
-        Who shares a block shares all blocks before it, so no one may swap one of those alone.
-        """
-        shared = self.state.blocks.refs[sequence.rows[at:]] > 1
-        return twins[:0] if shared.any() else twins
-
-    def _forget_lower(self, rows: I64) -> list[Records]:
-        """DROP records of all copies below the device tier."""
-        blocks = self.state.blocks
-        dropped = []
-        for tier in (Tier.HOST, Tier.DISK):
-            here = rows[blocks.has_copy(rows, tier)]
-            records = blank(len(here), Kind.DROP)
-            records["key"] = here
-            records["id"] = blocks.id[here]
-            records["tier"] = tier
-            records["loc"] = blocks.slot[tier][here]
-            self.placement.forget(tier, here)
-            dropped.append(records)
-        return dropped
-
-    def _fill(
-        self,
-        sequence: Sequence,
-        slots: I64,
-        rows: I64,
-        parents: U64,
-        chain: Chain,
-        sum_hi: U64,
-        sum_lo: U64,
-    ) -> None:
-        """Write slot entries. They must be there before the log says the slot holds the block."""
-        ids = self.state.blocks.id[rows]
-        entries = Entries(
-            sequence.namespace,
-            ids,
-            parents,
-            chain.hi,
-            chain.lo,
-            sum_hi,
-            sum_lo,
-            chain.extras,
-            chain.tokens,
-        )
-        self.placement.tables.fill(Tier.DEVICE, self._pool(sequence.namespace), slots, entries)
-
-    def _seal_own(
-        self, sequence: Sequence, at: int, chain: Chain, sum_hi: U64, sum_lo: U64
-    ) -> None:
-        if not len(chain):
-            return
-        blocks = self.state.blocks
-        rows = sequence.rows[at : at + len(chain)]
-        ids = blocks.id[rows].copy()
-        parents = np.concatenate([[np.uint64(self._parent_id(sequence, at))], ids[:-1]])
-        records = blank(len(rows), Kind.SEAL)
-        records["key"] = rows
-        records["id"] = ids
-        records["hash_hi"], records["hash_lo"] = chain.hi, chain.lo
-        records["loc"] = parents
-        records["gen"] = chain.extras
-        records["extra_hi"], records["extra_lo"] = sum_hi, sum_lo
-        records["tier"] = 1
-        slots = blocks.slot[Tier.DEVICE][rows].astype(np.int64)
-        self._fill(sequence, slots, rows, parents, chain, sum_hi, sum_lo)
-        self.placement.commit(records)
-        self.sealed.append((rows, ids))
+        self._sequences.touch_idle(cut_off[self.state.blocks.id[cut_off] == ids])
 
     # --- parts ------------------------------------------------------------------------------------
-
-    def _pool(self, namespace: int) -> int:
-        entry = self.state.namespaces.get(namespace)
-        if entry is None:
-            raise UnknownNamespace(f"there is no namespace {namespace}; open it first")
-        return entry.pool
-
-    def _block_tokens(self, sequence: Sequence) -> int:
-        return self.state.pools[self._pool(sequence.namespace)].block_tokens
-
-    def _active_sequence(self, lease: int, local: int) -> Sequence:
-        sequence = self.sequence(lease, local)
-        if sequence.suspended:
-            raise InvalidArgument(f"sequence {local} is suspended; resume it first")
-        if not self._is_up(sequence):
-            raise InvalidArgument(
-                f"sequence {local} is still coming up; wait for the answer to the last request"
-            )
-        return sequence
-
-    def _identity(self, lease: int, local: int) -> int:
-        if not 1 <= local < LOCAL_MAX:
-            raise InvalidArgument(f"sequence number {local}: it must be 1 to {LOCAL_MAX - 1}")
-        if lease not in self.state.leases:
-            raise LeaseLost(f"lease {lease} has ended, and its sequences with it")
-        return sequence_id(lease, local)
-
-    def _check_sequence_limit(self, lease: int) -> None:
-        if len(self.state.lease_sequences[lease]) >= self.limits.sequences:
-            raise LimitExceeded(
-                f"a lease may hold {self.limits.sequences} sequences; end some first",
-                limit=self.limits.sequences,
-            )
 
     def _check_size(self, blocks: int) -> None:
         if blocks > self.limits.blocks_per_request:
@@ -755,46 +434,3 @@ class Planner:
                 limit=self.limits.blocks_per_request,
                 asked=blocks,
             )
-
-    def _sealed_count(self, rows: I64) -> int:
-        sealed = (self.state.blocks.flags[rows] & SEALED) != 0
-        return int(np.argmin(sealed)) if not sealed.all() else len(rows)
-
-    def _parent_id(self, sequence: Sequence, at: int) -> int:
-        return int(self.state.blocks.id[sequence.rows[at - 1]]) if at else NO_BLOCK
-
-    def _check_resealed(self, sequence: Sequence, first: int, chain: Chain) -> None:
-        rows = sequence.rows[first : first + len(chain)]
-        blocks = self.state.blocks
-        if not (
-            np.array_equal(blocks.hash_hi[rows], chain.hi)
-            and np.array_equal(blocks.hash_lo[rows], chain.lo)
-        ):
-            raise InvalidArgument("seal: a block of the sequence is sealed under another hash")
-
-    def _log_sequence(self, kind: Kind, sequence: Sequence) -> None:
-        records = blank(1, kind)
-        records["id"] = sequence.id
-        self.placement.commit(records)
-
-    def _truncate(self, sequence: Sequence, keep: int) -> None:
-        cut_off = sequence.rows[keep:]
-        ids = self.state.blocks.id[cut_off].copy()
-        records = blank(1, Kind.SEQ_TRUNCATE)
-        records["id"] = sequence.id
-        records["loc"] = keep
-        self.placement.commit(records)
-        self._touch_idle(cut_off[self.state.blocks.id[cut_off] == ids])
-
-    def _touch_released(self, tables: list[I64]) -> None:
-        for rows in tables:
-            self._touch_idle(rows[self.state.blocks.id[rows] != 0])
-
-    def _touch_idle(self, rows: I64) -> None:
-        """A request let go of these blocks (in chain order): most recent now, leaf to root."""
-        self.placement.touch(rows[::-1])
-
-
-def _leading(rows: I64, good: Bool) -> I64:
-    """Rows up to the first that is not good."""
-    return rows if good.all() else rows[: int(np.argmin(good))]

@@ -6,12 +6,11 @@ them as they are; ``wal/FORMAT.md`` describes the bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
-
-RECORD_BYTES = 64
 
 RECORD = np.dtype(
     [
@@ -70,8 +69,6 @@ class Kind(IntEnum):
     """key = row, id = block, tier and loc = a copy that is gone"""
     EPOCH = 15
     """id = epoch (daemon incarnation)"""
-    CHECKPOINT = 128
-    """loc = the last LSN that the index holds; a hint"""
 
 
 def blank(count: int, kind: Kind) -> Records:
@@ -79,6 +76,13 @@ def blank(count: int, kind: Kind) -> Records:
     records = np.zeros(count, RECORD)
     records["type"] = kind
     return records
+
+
+def join(parts: Sequence[Records]) -> Records:
+    """All records of the parts, in order."""
+    # As bytes: numpy concatenates structured arrays field by field, many times slower.
+    whole = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts])
+    return whole.view(RECORD)
 
 
 def push(sequence: int, rows: npt.NDArray[np.uint32]) -> Records:

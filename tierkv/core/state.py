@@ -144,7 +144,6 @@ class State:
             Kind.PLACE: self._place,
             Kind.DROP: self._drop,
             Kind.EPOCH: self._epoch,
-            Kind.CHECKPOINT: lambda _records: None,
         }
 
     # --- reading ----------------------------------------------------------------------------------

@@ -229,7 +229,7 @@ class Engine:
 
     def _after_step(self) -> None:
         """Blocks were sealed: they want a copy on disk."""
-        sealed, self.planner.sealed = self.planner.sealed, []
+        sealed = self.planner.take_sealed()
         if not self._write_through or not self.planner.placement.enabled(Tier.DISK):
             return
         for rows, ids in sealed:
@@ -247,7 +247,7 @@ class Engine:
         """
         result = yield from flow
         if self._durable_seal:
-            self.planner.sealed.clear()
+            self.planner.take_sealed()
             placement, blocks = self.planner.placement, self.planner.state.blocks
             rows = sequence.rows
             rows = rows[(blocks.flags[rows] & SEALED) != 0]

@@ -83,8 +83,9 @@ class Journal:
             reply()
             return
         self._waiting.append((lsn, reply))
-        # What it waits for may have been written already, at a time when nobody waited for a sync.
-        self._schedule_flush()
+        if self._durability == "power" and not self._flush_scheduled:
+            # Written already, in a turn in which nobody waited.
+            self._start_sync()
 
     async def settle(self) -> None:
         """Return when freed slots may be overwritten: their records are as durable as replies.
@@ -116,10 +117,13 @@ class Journal:
         """Write the turn's frame now if it frees slots: their entries are about to change.
 
         A crash before the frame is written must find the entries of the slots' old owners, whom
-        the log then still knows. Raises WalDead.
+        the log then still knows. Replies go out at the end of the turn all the same: this is
+        called from the midst of a request. Raises WalDead.
         """
         if self._state.slots_freed != self._freed_when_written:
-            self.flush()
+            self._write()
+            if self._dead:
+                raise WalDead("the log failed; the daemon is about to exit")
 
     def close(self) -> None:
         """Write and sync what is left."""
@@ -144,6 +148,14 @@ class Journal:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
+        self._write()
+        if self._dead:
+            return
+        if self._durability == "power":
+            self._start_sync()
+        self._release_waiting()
+
+    def _write(self) -> None:
         if self._dead:
             return
         try:
@@ -152,9 +164,6 @@ class Journal:
             self.die(error)
             return
         self._freed_when_written = self._state.slots_freed
-        if self._durability == "power":
-            self._start_sync()
-        self._release_waiting()
 
     def _release_waiting(self) -> None:
         acked = self._acked_lsn()

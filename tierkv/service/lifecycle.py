@@ -19,9 +19,9 @@ class DaemonState(StrEnum):
 
 
 TRANSITIONS: dict[DaemonState, frozenset[DaemonState]] = {
-    DaemonState.STARTING: frozenset({DaemonState.RECOVERING, DaemonState.STOPPED}),
-    DaemonState.RECOVERING: frozenset({DaemonState.SERVING, DaemonState.STOPPED}),
-    DaemonState.SERVING: frozenset({DaemonState.DRAINING, DaemonState.STOPPED}),
+    DaemonState.STARTING: frozenset({DaemonState.RECOVERING}),
+    DaemonState.RECOVERING: frozenset({DaemonState.SERVING}),
+    DaemonState.SERVING: frozenset({DaemonState.DRAINING}),
     DaemonState.DRAINING: frozenset({DaemonState.STOPPED}),
     DaemonState.STOPPED: frozenset(),
 }

@@ -14,7 +14,9 @@ import numpy as np
 
 from tierkv.core.effects import Flow
 from tierkv.core.ids import U32, U64, Tier
-from tierkv.core.planner import Chain, Planner, TableView
+from tierkv.core.matching import Chain
+from tierkv.core.planner import Planner
+from tierkv.core.sequences import TableView
 from tierkv.errors import InvalidArgument, LimitExceeded, TierFailed, TierkvError, UnknownNamespace
 from tierkv.obs.status import WorkerStatus
 from tierkv.rpc import messages as m

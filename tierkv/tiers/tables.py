@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from tierkv.core.ids import I64, U32, U64, Tier
-from tierkv.core.placement import Entries
+from tierkv.core.placement import BlockEntries
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.entry import make_entries
 
@@ -37,7 +37,7 @@ class ArenaTables:
         extras: U64 = self._arenas[tier].table(pool)["extra"][slots]
         return extras
 
-    def fill(self, tier: Tier, pool: int, slots: I64, entries: Entries) -> None:
+    def fill(self, tier: Tier, pool: int, slots: I64, entries: BlockEntries) -> None:
         """See SlotTables."""
         self._before_change()
         arena = self._arenas[tier]

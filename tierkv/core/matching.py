@@ -1,0 +1,115 @@
+"""Which cached blocks are the ones a worker asks for: found by hash, then proven.
+
+xxh3 is fast, not collision-resistant, so a chain hash only names candidates. A block counts as
+found when its parent is the block before it (by id, which is never reused), and its tokens and
+extra keys are those of the request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierkv.core.effects import Flow, Headers, ReadHeaders
+from tierkv.core.ids import I64, NO_BLOCK, U32, U64, Bool, Tier
+from tierkv.core.placement import Placement
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Blocks of a request as they came: names, tokens, digests of extra keys.
+
+    ``hi``, ``lo`` u64 [n], ``tokens`` u32 [n, block_tokens], ``extras`` u64 [n].
+    """
+
+    hi: U64
+    lo: U64
+    tokens: U32
+    extras: U64
+
+    def __len__(self) -> int:
+        return len(self.hi)
+
+    def part(self, start: int, stop: int) -> Chain:
+        """Blocks start .. stop - 1."""
+        part = slice(start, stop)
+        return Chain(self.hi[part], self.lo[part], self.tokens[part], self.extras[part])
+
+
+class Matcher:
+    """Finds and proves blocks; changes nothing but counters."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._state = placement.state
+        self._placement = placement
+
+    def match(self, namespace: int, hi: U64, lo: U64, parent: int = NO_BLOCK) -> I64:
+        """Rows of the longest chain under these hashes whose links are proven, shape [<= n].
+
+        ``parent``: id of the block before the first one.
+        """
+        blocks = self._state.blocks
+        if not len(hi):
+            return np.zeros(0, np.int64)
+        rows = self._state.index.get_prefix(hi, lo, blocks.hash_hi, blocks.hash_lo)
+        if not len(rows):
+            return rows
+        parents = np.concatenate([[np.uint64(parent)], blocks.id[rows[:-1]]])
+        good = (blocks.parent[rows] == parents) & (blocks.namespace[rows] == namespace)
+        bad = np.flatnonzero(~good)
+        if len(bad):
+            self._placement.counters.mismatched_blocks += 1
+            rows = rows[: bad[0]]
+        return rows
+
+    def proven(self, rows: I64, chain: Chain) -> int:
+        """How many leading rows do not contradict the chain's tokens and extra keys.
+
+        Blocks that are only on disk cannot be judged yet and pass; they are judged again when
+        they have come up.
+        """
+        blocks = self._state.blocks
+        good = np.ones(len(rows), np.bool_)
+        seen = np.zeros(len(rows), np.bool_)
+        for tier in (Tier.DEVICE, Tier.HOST):
+            here = blocks.has_copy(rows, tier) & ~seen
+            seen |= here
+            for pool, members in self._state.by_pool(rows[here]):
+                slots = blocks.slot[tier][members].astype(np.int64)
+                tables = self._placement.tables
+                same = (tables.tokens(tier, pool, slots) == chain.tokens[: len(rows)][here]).all(1)
+                same &= tables.extras(tier, pool, slots) == chain.extras[: len(rows)][here]
+                good[here] = same
+        bad = np.flatnonzero(~good)
+        if len(bad):
+            self._placement.counters.mismatched_blocks += 1
+            return int(bad[0])
+        return len(rows)
+
+    def prove_on_disk(self, rows: I64, chain: Chain) -> Flow[I64]:
+        """Cut ``rows`` where a block that is only on disk has other tokens than ``chain``."""
+        blocks = self._state.blocks
+        cold = np.flatnonzero(blocks.best_tier(rows) == Tier.DISK)
+        if not len(cold):
+            return rows
+        ids = blocks.id[rows].copy()
+        pool = int(self._state.pool_of(rows[:1])[0])
+        slots = blocks.slot[Tier.DISK][rows[cold]].astype(np.int64)
+        with self._placement.reading(Tier.DISK, rows[cold]):
+            headers: Headers = yield ReadHeaders(pool, ids[cold], slots)
+        same = headers.ok & (headers.tokens == chain.tokens[cold]).all(1)
+        same &= headers.extras == chain.extras[cold]
+        good = np.ones(len(rows), np.bool_)
+        good[cold] = same
+        good &= (blocks.id[rows] == ids) & blocks.has_any_copy(rows)
+        return leading(rows, good)
+
+    def count_tiers(self, rows: I64) -> tuple[int, int, int]:
+        counts = np.bincount(self._state.blocks.best_tier(rows), minlength=len(Tier))
+        return int(counts[0]), int(counts[1]), int(counts[2])
+
+
+def leading(rows: I64, good: Bool) -> I64:
+    """Rows up to the first that is not good."""
+    return rows if good.all() else rows[: int(np.argmin(good))]

@@ -1,0 +1,138 @@
+"""Block tables: finding them, what may be said of them, and the small changes verbs share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierkv.core.blocks import SEALED
+from tierkv.core.ids import I64, NO_BLOCK, U32, U64, Tier, lease_of, sequence_id
+from tierkv.core.placement import Placement
+from tierkv.core.records import Kind, blank
+from tierkv.core.state import Sequence
+from tierkv.errors import (
+    InvalidArgument,
+    LeaseLost,
+    LimitExceeded,
+    NotOwner,
+    UnknownNamespace,
+    UnknownSequence,
+)
+
+LOCAL_MAX = 2**32
+
+
+@dataclass(frozen=True)
+class TableView:
+    """A sequence's block table: device slots (u32 [n]) and how many leading blocks are sealed.
+
+    ``by_tier``: for ``acquire``, how many of the blocks came from each tier.
+    """
+
+    slots: U32
+    sealed: int
+    by_tier: tuple[int, int, int] = (0, 0, 0)
+
+
+class Sequences:
+    """The sequences of one state."""
+
+    def __init__(self, placement: Placement, sequences_max: int) -> None:
+        self.state = placement.state
+        self.placement = placement
+        self._sequences_max = sequences_max
+
+    def find(self, lease: int, local: int) -> Sequence:
+        """A lease's own sequence. Raises UnknownSequence, NotOwner."""
+        if local >= LOCAL_MAX:
+            if lease_of(local) != lease:
+                raise NotOwner(f"sequence {local:#x} belongs to another lease")
+            local &= LOCAL_MAX - 1
+        found = self.state.sequences.get(sequence_id(lease, local))
+        if found is None:
+            raise UnknownSequence(f"there is no sequence {local}; it ended or was never begun")
+        return found
+
+    def active(self, lease: int, local: int) -> Sequence:
+        sequence = self.find(lease, local)
+        if sequence.suspended:
+            raise InvalidArgument(f"sequence {local} is suspended; resume it first")
+        if not self.is_up(sequence):
+            raise InvalidArgument(
+                f"sequence {local} is still coming up; wait for the answer to the last request"
+            )
+        return sequence
+
+    def identity(self, lease: int, local: int) -> int:
+        if not 1 <= local < LOCAL_MAX:
+            raise InvalidArgument(f"sequence number {local}: it must be 1 to {LOCAL_MAX - 1}")
+        if lease not in self.state.leases:
+            raise LeaseLost(f"lease {lease} has ended, and its sequences with it")
+        return sequence_id(lease, local)
+
+    def check_limit(self, lease: int) -> None:
+        if len(self.state.lease_sequences[lease]) >= self._sequences_max:
+            raise LimitExceeded(
+                f"a lease may hold {self._sequences_max} sequences; end some first",
+                limit=self._sequences_max,
+            )
+
+    def view(self, sequence: Sequence) -> TableView:
+        """The block table of a sequence as it is now."""
+        rows = sequence.rows
+        return TableView(self.state.blocks.slot[Tier.DEVICE][rows], self.sealed_count(rows))
+
+    def pool(self, namespace: int) -> int:
+        entry = self.state.namespaces.get(namespace)
+        if entry is None:
+            raise UnknownNamespace(f"there is no namespace {namespace}; open it first")
+        return entry.pool
+
+    def block_tokens(self, sequence: Sequence) -> int:
+        return self.state.pools[self.pool(sequence.namespace)].block_tokens
+
+    def sealed_count(self, rows: I64) -> int:
+        sealed = (self.state.blocks.flags[rows] & SEALED) != 0
+        return int(np.argmin(sealed)) if not sealed.all() else len(rows)
+
+    def parent_id(self, sequence: Sequence, at: int) -> int:
+        return int(self.state.blocks.id[sequence.rows[at - 1]]) if at else NO_BLOCK
+
+    def is_up(self, sequence: Sequence) -> bool:
+        """Whether all of an active sequence's blocks have arrived in the device tier."""
+        return bool(self.state.blocks.has_copy(sequence.rows, Tier.DEVICE).all())
+
+    def unchanged(self, sequence: Sequence, ids: U64) -> bool:
+        """Whether the sequence still stands, is active, and holds these blocks."""
+        return (
+            self.state.sequences.get(sequence.id) is sequence
+            and not sequence.suspended
+            and np.array_equal(self.state.blocks.id[sequence.rows], ids)
+        )
+
+    def steady(self, sequence: Sequence, ids: U64) -> bool:
+        """The same, and all of its blocks are in the device tier."""
+        return self.unchanged(sequence, ids) and self.is_up(sequence)
+
+    def log(self, kind: Kind, sequence: Sequence) -> None:
+        records = blank(1, kind)
+        records["id"] = sequence.id
+        self.placement.commit(records)
+
+    def truncate(self, sequence: Sequence, keep: int) -> None:
+        cut_off = sequence.rows[keep:]
+        ids = self.state.blocks.id[cut_off].copy()
+        records = blank(1, Kind.SEQ_TRUNCATE)
+        records["id"] = sequence.id
+        records["loc"] = keep
+        self.placement.commit(records)
+        self.touch_idle(cut_off[self.state.blocks.id[cut_off] == ids])
+
+    def touch_released(self, tables: list[I64]) -> None:
+        for rows in tables:
+            self.touch_idle(rows[self.state.blocks.id[rows] != 0])
+
+    def touch_idle(self, rows: I64) -> None:
+        """A request let go of these blocks (in chain order): most recent now, leaf to root."""
+        self.placement.touch(rows[::-1])
