@@ -326,9 +326,10 @@ async def _drive(steps: Steps[T], exchange: Callable[[Ask], Awaitable[Reply]]) -
 
 
 class Sequence(SequenceViews):
-    """A worker's block table. Ends with its ``async with`` block, or with the client.
+    """A worker's block table. Ends with its ``async with`` block, by ``end``, or with the client.
 
-    Calls on one sequence take turns.
+    One that is merely dropped keeps its blocks in the device tier until the client closes. Calls on
+    one sequence take turns.
     """
 
     def __init__(self, client: Client, core: SequenceCore) -> None:
@@ -362,7 +363,7 @@ class Sequence(SequenceViews):
             await self._client._run(self._core.suspend())
 
     async def resume(self) -> None:
-        """Bring the blocks back; the block table is another one."""
+        """Bring the blocks back. Raises CorruptionError as the blocking client does."""
         async with self._turn:
             await self._client._run(self._core.resume())
 

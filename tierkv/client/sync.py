@@ -343,7 +343,10 @@ def _drive(steps: Steps[T], exchange: Callable[[Ask, float], Reply], deadline: f
 
 
 class Sequence(SequenceViews):
-    """A worker's block table. Ends with its ``with`` block, or with the client."""
+    """A worker's block table. Ends with its ``with`` block, by ``end``, or with the client.
+
+    One that is merely dropped keeps its blocks in the device tier until the client closes.
+    """
 
     def __init__(self, client: Client, core: SequenceCore) -> None:
         super().__init__(core)
@@ -379,7 +382,11 @@ class Sequence(SequenceViews):
         self._client._run(self._core.suspend())
 
     def resume(self) -> None:
-        """Bring the blocks back; the block table is another one."""
+        """Bring the blocks back; the block table is another one.
+
+        Raises CorruptionError if a block is lost: the sequence keeps the tokens before it (see
+        ``num_tokens``) and stays suspended. Resume it again and compute the rest anew, or end it.
+        """
         self._client._run(self._core.resume())
 
     def end(self) -> None:
