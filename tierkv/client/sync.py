@@ -446,15 +446,10 @@ class Namespace(NamespaceViews):
         of one. ``scale`` defaults to head_dim ** -0.5. Returns [T, q_heads, head_dim] in ``q``'s
         dtype.
         """
-        from tierkv.client import paged
-
-        options = {"scale": scale or 0.0, "causal": causal, "window": window, "softcap": softcap}
+        options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap}
         plan = self._plan(layer, q, sequences, seq_lens, q_indptr, **options)
         if where == "worker":
             return self._paged.attend(layer, q, plan)
         if where != "daemon":
             raise InvalidArgument(f"where is {where!r}; it must be worker or daemon")
-        out, out_bytes = paged.empty_like_query(q, self._paged.dtype)
-        q_bytes = paged.query_bytes(q, self._paged.dtype)
-        self._client._run(self._core.attend(plan, q_bytes, out_bytes))
-        return out.to(q.dtype)
+        return self._client._run(self._paged.attend_in_daemon(q, plan))
