@@ -82,6 +82,15 @@ class Recovered:
     checkpoint_lsn: int
     report: RecoveryReport
 
+    def close(self) -> None:
+        """Close all files; the last call."""
+        self.writer.close()
+        if self.disk is not None:
+            self.disk.close()
+        self.index.close()
+        for arena in self.arenas.values():
+            arena.close()
+
 
 def budgets_of(config: Config) -> dict[Tier, int]:
     """The tiers' budgets, bytes."""
