@@ -157,7 +157,7 @@ class Link:
         opening.close()
         self._last_id = 0
         self._buffer = memoryview(bytearray(1 << 20))
-        self.call(Hello(PROTOCOL_VERSION, os.getpid(), "bench"))
+        self.call(Hello(PROTOCOL_VERSION, "bench"))
 
     def open(self, spec: KVSpec) -> int:
         """Open a namespace; returns its number."""

@@ -27,7 +27,7 @@ from tierkv.core.placement import Placement
 from tierkv.core.planner import Limits, Planner
 from tierkv.core.policy import Lru
 from tierkv.core.prefix import chain_hashes
-from tierkv.core.spec import KVSpec
+from tierkv.core.spec import TOKEN_ID_MAX, KVSpec
 from tierkv.core.state import PoolShape, State
 from tierkv.errors import InvalidArgument, PoolExhausted
 from tierkv.tiers.arena import Arena
@@ -42,8 +42,6 @@ T = TypeVar("T")
 Fill = Callable[[U8, int, int], None]
 """``fill(payload, first_token, tokens)``: write KV of these tokens (counted within the sequence)
 into the block's payload (uint8 [block_bytes])."""
-
-TOKEN_ID_MAX = 2**32 - 1
 
 
 class KVCacheManager:

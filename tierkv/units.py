@@ -39,7 +39,6 @@ _NUMBER = r"\d+(?:_\d+)*(?:\.\d+)?"
 _QUANTITY = re.compile(rf"({_NUMBER})\s*([a-zµ]*)", re.IGNORECASE)
 _SIZE_EXAMPLES = "write a number and a unit, such as 64 MiB, 1.5GiB, 500MB or 4096"
 _DURATION_EXAMPLES = "write a number and a unit, such as 10s, 250ms, 5min or 1h 30min"
-_RATIO_EXAMPLES = "write a number from 0 to 1, or a percentage such as 40%"
 
 
 def parse_bytes(text: str) -> int:
@@ -136,21 +135,6 @@ def about_duration(duration_s: float) -> str:
         return f"{hours} h {minutes:02d} min"
     days, hours = divmod(hours, 24)
     return f"{days} d {hours:02d} h"
-
-
-def parse_ratio(text: str) -> float:
-    """A share from 0 to 1, written "0.4" or "40%".
-
-    Raises InvalidArgument if it is neither, or outside 0 to 1.
-    """
-    match = re.fullmatch(rf"({_NUMBER})\s*(%?)", text.strip())
-    if match is None:
-        raise InvalidArgument(f"{text!r} is not a ratio; {_RATIO_EXAMPLES}")
-    number, percent = match.groups()
-    ratio = Fraction(number.replace("_", "")) / (100 if percent else 1)
-    if ratio > 1:
-        raise InvalidArgument(f"{text!r} is more than 1; {_RATIO_EXAMPLES}")
-    return float(ratio)
 
 
 def format_ratio(ratio: float) -> str:

@@ -12,6 +12,7 @@ from tierkv_kernels.errors import BackendUnavailable, InvalidInput, KernelError
 
 if TYPE_CHECKING:
     from tierkv_kernels.attention import paged_attention
+    from tierkv_kernels.layout import block_view
     from tierkv_kernels.merge import merge_states
     from tierkv_kernels.planner import plan
     from tierkv_kernels.work import NO_MASK, Plan, Record
@@ -23,6 +24,7 @@ __all__ = [
     "KernelError",
     "Plan",
     "Record",
+    "block_view",
     "merge_states",
     "paged_attention",
     "plan",
@@ -32,6 +34,7 @@ _MODULE_OF = {
     "NO_MASK": "work",
     "Plan": "work",
     "Record": "work",
+    "block_view": "layout",
     "merge_states": "merge",
     "paged_attention": "attention",
     "plan": "planner",

@@ -23,6 +23,7 @@ from tierkv.obs.status import (
     PrefixStatus,
     StatusDocument,
     TierStatus,
+    WorkerStatus,
     to_plain,
 )
 from tierkv.service.last_status import write_last_status
@@ -44,6 +45,13 @@ DOCUMENT = StatusDocument(
             capacity_bytes=1 << 30, used_bytes=1 << 29, blocks=1000, free_ratio=0.5
         )
     },
+    connections=2,
+    leases=2,
+    sequences=1003,
+    workers=[
+        WorkerStatus(lease=1, pid=4711, name="engine-0", sequences=1003),
+        WorkerStatus(lease=2, pid=99),
+    ],
     prefix=PrefixStatus(lookup_tokens=2000, hit_tokens=1500, hit_ratio=0.75),
     evictions={"device>host": 12},
     checkpoint=CheckpointStatus(lsn=77, age_s=3.5),
@@ -97,11 +105,15 @@ def test_tables_for_people(tierkv: Run, daemon: Daemon) -> None:
         "namespace  model  dtype     block tokens  block size\n"
         "        1  m      bfloat16            16    2.00 MiB\n"
         "\n"
+        "lease   pid  worker    sequences\n"
+        "    1  4711  engine-0      1,003\n"
+        "    2    99                    0\n"
+        "\n"
         "what         now\n"
         "prefix hits  75% of the latest tokens\n"
         "since start  1,500 of 2,000 tokens\n"
         "blocks       1,234\n"
-        "workers      0 connected, 0 leases, 0 sequences\n"
+        "workers      2 connected, 2 leases, 1,003 sequences\n"
         "evictions    device>host 12\n"
         "log          0 B in 0 segments, lsn 0 written, 0 durable\n"
         "checkpoint   3.50 s ago at lsn 77\n"

@@ -58,16 +58,14 @@ def test_written_tokens_lie_where_the_layout_says(daemon, client, layout, dtype)
     ns.write(1, sequence, 0, k[:6], v[:6])
     ns.write(1, sequence, 6, k[6:], v[6:])
     blocks = ns.blocks
-    inner = [BLOCK, HEADS] if layout == "NHD" else [HEADS, BLOCK]
-    assert list(blocks.shape) == [64, LAYERS, 2, *inner, DIM]
+    assert list(blocks.shape) == [64, LAYERS, 2, BLOCK, HEADS, DIM]
     assert blocks.dtype is torch_dtype
     for position in range(11):
         slot, row = sequence.block_table[position // BLOCK], position % BLOCK
         for view, values in ((ns.k(1), k), (ns.v(1), v)):
             assert list(view.shape) == [64, BLOCK, HEADS, DIM]
             assert torch.equal(view[slot, row].float(), values[position].float())
-        place = blocks[slot, 1, 0, row] if layout == "NHD" else blocks[slot, 1, 0, :, row]
-        assert torch.equal(place.float(), k[position].float())
+        assert torch.equal(blocks[slot, 1, 0, row].float(), k[position].float())
     payload = bytes(daemon.pool(spec)[sequence.block_table[0], : spec.block_bytes])
     stored = torch.frombuffer(bytearray(payload), dtype=torch_dtype).float()
     dense = torch.stack((k[:BLOCK].float(), v[:BLOCK].float()))

@@ -268,7 +268,7 @@ def test_status_lease_and_epoch(daemon, client):
     assert (client.lease, client.epoch) == (1, 1)
     client.flush()
     hello = daemon.requests[0]
-    assert (hello.name, hello.pid, hello.token) == ("test", os.getpid(), b"")
+    assert (hello.name, hello.token) == ("test", b"")
 
 
 def test_closing_ends_the_lease(daemon, spec):

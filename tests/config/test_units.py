@@ -125,17 +125,6 @@ def test_durations_for_people() -> None:
     assert units.about_duration(274_000) == "3 d 04 h"
 
 
-@pytest.mark.parametrize(("text", "ratio"), [("40%", 0.4), ("0.4", 0.4), ("0", 0.0), ("1", 1.0)])
-def test_reads_ratios(text: str, ratio: float) -> None:
-    assert units.parse_ratio(text) == ratio
-
-
-@pytest.mark.parametrize("text", ["101%", "1.5", "half", "", "-1%"])
-def test_refuses_what_is_not_a_ratio(text: str) -> None:
-    with pytest.raises(InvalidArgument):
-        units.parse_ratio(text)
-
-
 def test_ratios_are_written_as_percentages() -> None:
     assert units.format_ratio(0.4) == "40%"
     assert units.format_ratio(0.995) == "99.5%"

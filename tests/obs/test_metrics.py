@@ -90,7 +90,10 @@ def test_numbers_of_the_counters(metrics: Metrics) -> None:
     counters.evicted("device", "host", "capacity", 7)
     counters.transferred("device", "host", 4096)
     counters.checksum_failures["disk"] += 1
+    counters.disk_read_errors = 4
     counters.optional_copies_dropped += 2
+    counters.mismatched_blocks += 5
+    counters.deduplicated_blocks += 6
     counters.wal_bytes += 640
     counters.wal_frames += 3
     counters.answered("acquire")
@@ -105,7 +108,10 @@ def test_numbers_of_the_counters(metrics: Metrics) -> None:
         'tierkv_eviction_count_total{from_tier="device",reason="capacity",to_tier="host"}': 7,
         'tierkv_transfer_bytes_total{from_tier="device",to_tier="host"}': 4096,
         'tierkv_checksum_failures_total{tier="disk"}': 1,
+        "tierkv_disk_read_errors_total": 4,
         "tierkv_optional_copies_dropped_total": 2,
+        "tierkv_prefix_mismatches_total": 5,
+        "tierkv_deduplicated_blocks_total": 6,
         "tierkv_wal_bytes_total": 640,
         "tierkv_wal_frames_total": 3,
         'tierkv_rpc_requests_total{code="ok",verb="acquire"}': 1,

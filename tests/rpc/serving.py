@@ -151,7 +151,7 @@ class RawPeer:
         self.sock.sendall(encode(request_id, message))
 
     def hello(self) -> None:
-        self.send(1, Hello(PROTOCOL_VERSION, os.getpid()))
+        self.send(1, Hello(PROTOCOL_VERSION))
         request_id, reply = self.receive()
         assert request_id == 1
         assert isinstance(reply, Welcome)

@@ -183,8 +183,8 @@ GARBAGE = {
     "oversized": (struct.pack("<IBBHQ", 1 << 30, 0xA1, 0, 0, 2), "oversized"),
     "not msgpack": (struct.pack("<IBBHQ", 1, 0xA1, 0, 0, 2) + b"\xc1", "undecodable"),
     "unknown verb": (struct.pack("<IBBHQ", 5, 0xA1, 0, 0, 2) + b"\x91\xa3nay", "undecodable"),
-    "wrong type": (bytes(encode(2, Hello("one", 1))), "undecodable"),
-    "second hello": (bytes(encode(2, Hello(PROTOCOL_VERSION, 1))), "out_of_order"),
+    "wrong type": (bytes(encode(2, Hello("one"))), "undecodable"),
+    "second hello": (bytes(encode(2, Hello(PROTOCOL_VERSION))), "out_of_order"),
     "id used before": (bytes(encode(1, Stat())), "out_of_order"),
 }
 
@@ -226,7 +226,7 @@ def test_hello_comes_first(serve):
 
 def test_another_protocol_version_is_told_both_numbers(serve, handler):
     with RawPeer(serve().path) as peer:
-        peer.send(5, Hello(PROTOCOL_VERSION + 1, os.getpid()))
+        peer.send(5, Hello(PROTOCOL_VERSION + 1))
         request_id, told = peer.receive()
         assert (request_id, told.code) == (5, "version_mismatch")
         assert told.details == {"ours": PROTOCOL_VERSION, "theirs": PROTOCOL_VERSION + 1}

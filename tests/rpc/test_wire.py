@@ -25,7 +25,7 @@ from tierkv.rpc.wire import (
 
 SPEC = KVSpec(model="m", layers=2, kv_heads=1, head_dim=8)
 REQUESTS = [
-    messages.Hello(1, 4711, "worker", b"t" * 16, 3),
+    messages.Hello(1, "worker", b"t" * 16),
     messages.OpenNamespace(SPEC, SPEC.digest),
     messages.Lookup(1, b"h" * 32),
     messages.Acquire(1, 2, b"h" * 32, b"t" * 128, b""),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -45,7 +44,7 @@ class Peer(RawPeer):
         return reply
 
     def hello(self) -> Peer:
-        self.lease = self.want(m.Hello(m.PROTOCOL_VERSION, os.getpid(), "raw"), m.Welcome).lease
+        self.lease = self.want(m.Hello(m.PROTOCOL_VERSION, "raw"), m.Welcome).lease
         return self
 
     def closing_reason(self) -> m.Failure:

@@ -14,7 +14,7 @@ from tests.service.running import Daemon, until
 from tierkv.rpc import messages as m
 from tierkv.rpc.wire import HEADER, MAGIC, encode
 
-HELLO = m.Hello(m.PROTOCOL_VERSION, 1)
+HELLO = m.Hello(m.PROTOCOL_VERSION)
 
 pytestmark = pytest.mark.usefixtures("bystander")
 
@@ -99,7 +99,7 @@ def test_request_ids_must_grow(peer: Peer, request_id: int) -> None:
 
 @pytest.mark.parametrize("version", [0, 2, 2**31])
 def test_another_protocol_version_is_refused_and_named(peer: Peer, version: int) -> None:
-    peer.send(1, m.Hello(version, 1))
+    peer.send(1, m.Hello(version))
     found = peer.receive()
     assert found is not None
     request_id, failure = found

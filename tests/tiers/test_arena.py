@@ -275,7 +275,7 @@ def test_bad_arguments_are_typed_errors(open_arena: OpenArena) -> None:
         arena.slots(3)
 
 
-def test_closing_leaves_views_usable_and_unlinking_removes_the_files(
+def test_closing_leaves_views_usable_and_the_files_in_place(
     open_arena: OpenArena, tmp_path: Path
 ) -> None:
     arena = Arena.open(tmp_path / "own", "host", 1 << 20, bytes(16), "boot")
@@ -285,8 +285,6 @@ def test_closing_leaves_views_usable_and_unlinking_removes_the_files(
     view[0] = 7
     assert (view[0] == 7).all()
     assert sorted(p.name for p in (tmp_path / "own").iterdir()) == ["host.arena", "host.table"]
-    arena.unlink()
-    assert list((tmp_path / "own").iterdir()) == []
 
 
 def fill_for_ever(directory: Path, ready: Any) -> None:

@@ -137,6 +137,16 @@ def _print(document: StatusDocument) -> None:
             ],
             numbers=("namespace", "block tokens", "block size"),
         )
+    if document.workers:
+        click.echo()
+        print_table(
+            ("lease", "pid", "worker", "sequences"),
+            [
+                (str(worker.lease), str(worker.pid), worker.name, f"{worker.sequences:,}")
+                for worker in document.workers
+            ],
+            numbers=("lease", "pid", "sequences"),
+        )
     click.echo()
     print_table(("what", "now"), _facts(document))
 
@@ -145,7 +155,7 @@ def _facts(document: StatusDocument) -> list[tuple[str, str]]:
     prefix, wal, recovery = document.prefix, document.wal, document.recovery
     workers = (
         f"{document.connections} connected, {document.leases} leases, "
-        f"{document.sequences} sequences"
+        f"{document.sequences:,} sequences"
     )
     evictions = ", ".join(f"{way} {blocks:,}" for way, blocks in document.evictions.items())
     log = (

@@ -67,7 +67,7 @@ def map_shared(fd: int, size_bytes: int) -> U8:
 
 
 @dataclass(eq=False)
-class Arena:
+class MappedArena:
     """The device arena as this process maps it. ``data`` is u8 [arena_bytes]."""
 
     identity: bytes
@@ -121,7 +121,7 @@ class Opening:
             )
         self.greeting = opening
 
-    def memory(self, known: Arena | None) -> tuple[Arena, U8]:
+    def memory(self, known: MappedArena | None) -> tuple[MappedArena, U8]:
         """The arena (the ``known`` one if it is the same) and this connection's scratch memory."""
         greeting = self.greeting
         if greeting is None:
@@ -129,7 +129,7 @@ class Opening:
         try:
             arena_fd, scratch_fd = self.fds
             if known is None or known.identity != greeting.arena:
-                known = Arena(greeting.arena, map_shared(arena_fd, greeting.arena_bytes))
+                known = MappedArena(greeting.arena, map_shared(arena_fd, greeting.arena_bytes))
             return known, map_shared(scratch_fd, greeting.scratch_bytes)
         finally:
             self.close()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from tierkv.client.attach import Arena
+from tierkv.client.attach import MappedArena
 from tierkv.core.ids import U8
 from tierkv.errors import InvalidArgument, ProtocolError
 from tierkv.rpc.messages import (
@@ -69,7 +69,7 @@ class ClientCore:
         self.pid = os.getpid()
         self.lease = 0
         self.epoch = 0
-        self.arena: Arena | None = None
+        self.arena: MappedArena | None = None
         self.scratch: U8 = np.empty(0, np.uint8)
         self.namespaces: dict[bytes, NamespaceCore] = {}
         self.sequences: dict[int, SequenceCore] = {}
@@ -77,7 +77,7 @@ class ClientCore:
         self.orphans: set[int] = set()
         self._token = b""
         self._numbers = itertools.count(1)
-        self._lease_arena: Arena | None = None
+        self._lease_arena: MappedArena | None = None
 
     def check_process(self) -> None:
         """Raise InvalidArgument in a forked child: two processes cannot share one lease."""
@@ -93,17 +93,14 @@ class ClientCore:
 
     # --- attaching --------------------------------------------------------------------------------
 
-    def attach(self, arena: Arena, scratch: U8) -> Steps[None]:
+    def attach(self, arena: MappedArena, scratch: U8) -> Steps[None]:
         """Open a lease or take the old one up again; run on a new connection before all else.
 
         Sequences that the daemon does not hold as acknowledged are lost; those it holds and
         nobody here knows are released.
         """
         self.arena, self.scratch = arena, scratch
-        welcome = expect(
-            (yield lambda: Hello(PROTOCOL_VERSION, self.pid, self.name, self._token, self.epoch)),
-            Welcome,
-        )
+        welcome = expect((yield lambda: Hello(PROTOCOL_VERSION, self.name, self._token)), Welcome)
         resumed = welcome.resumed and arena is self._lease_arena
         self.lease, self._token, self.epoch = welcome.lease, welcome.token, welcome.epoch
         self._lease_arena = arena

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import threading
 from collections.abc import Sequence as Items
 from typing import Any
 
 import numpy as np
+import tierkv_kernels
 import torch
 
 from tierkv.client.namespaces import AttendPlan, NamespaceCore
@@ -33,21 +33,29 @@ class PagedPool:
     def blocks(self) -> torch.Tensor:
         """All slots: [slots, layers, 2, block_tokens, kv_heads, head_dim], K before V.
 
-        Layout HND has heads before tokens. Shares memory with the daemon and all other workers.
+        Of layout HND it is a transposed view. Shares memory with the daemon and all other workers.
         """
         pool = self._namespace.pool
         if self._pool is not pool:
-            self._blocks = self._view(pool)
+            spec = self._namespace.spec
+            self._blocks = tierkv_kernels.block_view(
+                torch.from_numpy(pool),
+                layers=spec.layers,
+                block_size=spec.block_tokens,
+                num_kv_heads=spec.kv_heads,
+                head_dim=spec.head_dim,
+                dtype=self.dtype,
+                layout=spec.layout,
+            )
             self._pool = pool
         return self._blocks
 
     def layer(self, layer: int) -> torch.Tensor:
-        """One layer's K and V: [slots, 2, block_tokens, kv_heads, head_dim] in both layouts."""
-        spec = self._namespace.spec
-        if not 0 <= layer < spec.layers:
-            raise InvalidArgument(f"layer is {layer}; the model has {spec.layers}")
-        view = self.blocks[:, layer]
-        return view.transpose(2, 3) if spec.layout == "HND" else view
+        """One layer's K and V: [slots, 2, block_tokens, kv_heads, head_dim]."""
+        layers = self._namespace.spec.layers
+        if not 0 <= layer < layers:
+            raise InvalidArgument(f"layer is {layer}; the model has {layers}")
+        return self.blocks[:, layer]
 
     def write(
         self, layer: int, sequence: SequenceCore, first_token: int, k: torch.Tensor, v: torch.Tensor
@@ -105,24 +113,22 @@ class PagedPool:
         """Paged attention in this process."""
         pair = self.layer(layer)
         tables, lens = self.block_tables(plan.sequences, plan.seq_lens.tolist())
-        kernels: Any = importlib.import_module("tierkv_kernels")
-        out, _ = kernels.paged_attention(
+        out, _ = tierkv_kernels.paged_attention(
             q,
             pair[:, 0],
             pair[:, 1],
             tables,
             lens,
             q_indptr=torch.from_numpy(plan.q_indptr.astype(np.int32)),
-            plan=self._kernel_plan(kernels, plan),
+            plan=self._kernel_plan(plan),
             scale=plan.scale or None,
             causal=plan.causal,
             window=plan.window,
             softcap=plan.softcap,
         )
-        result: torch.Tensor = out
-        return result
+        return out
 
-    def _kernel_plan(self, kernels: Any, plan: AttendPlan) -> Any:
+    def _kernel_plan(self, plan: AttendPlan) -> tierkv_kernels.Plan:
         """The kernels' plan of this step, kept for its other layers: it depends on lengths only.
 
         Each thread keeps its own, because a plan also holds the step's buffers.
@@ -131,7 +137,7 @@ class PagedPool:
         step = (*lengths, plan.q_heads, plan.causal, plan.window)
         if getattr(self._step, "key", None) != step:
             spec = self._namespace.spec
-            self._step.plan = kernels.plan(
+            self._step.plan = tierkv_kernels.plan(
                 plan.seq_lens.astype(np.int32),
                 np.diff(plan.q_indptr.astype(np.int32)),
                 num_q_heads=plan.q_heads,
@@ -143,7 +149,8 @@ class PagedPool:
                 window=plan.window,
             )
             self._step.key = step
-        return self._step.plan
+        made: tierkv_kernels.Plan = self._step.plan
+        return made
 
     def plan(
         self,
@@ -189,19 +196,6 @@ class PagedPool:
             q.shape[1],
             **options,
         )
-
-    def _view(self, pool: U8) -> torch.Tensor:
-        spec = self._namespace.spec
-        slots, stride = pool.shape
-        inner = [spec.block_tokens, spec.kv_heads]
-        if spec.layout == "HND":
-            inner.reverse()
-        shape = [spec.layers, 2, *inner, spec.head_dim]
-        strides = [1]
-        for size in reversed(shape[1:]):
-            strides.insert(0, strides[0] * size)
-        flat = torch.from_numpy(pool.reshape(-1)).view(self.dtype)
-        return flat.as_strided([slots, *shape], [stride // self.dtype.itemsize, *strides])
 
 
 def query_bytes(q: torch.Tensor, dtype: torch.dtype) -> U8:

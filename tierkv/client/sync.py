@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tierkv.client.attach import (
-    Arena,
     ConnectionLost,
+    MappedArena,
     Opening,
     backoff_delays_s,
     connect_failure,
@@ -208,7 +208,7 @@ class Client:
                 raise connect_failure(self._path, error) from error
             raise
 
-    def _take_up_lease(self, link: Link, arena: Arena, scratch: U8, deadline: float) -> None:
+    def _take_up_lease(self, link: Link, arena: MappedArena, scratch: U8, deadline: float) -> None:
         try:
             _drive(self._core.attach(arena, scratch), link.exchange, deadline)
         except Unavailable as error:  # in this attempt; there may be time for another

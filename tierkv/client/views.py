@@ -89,7 +89,7 @@ class NamespaceViews:
 
     @property
     def blocks(self) -> torch.Tensor:
-        """All slots: [slots, layers, 2, block_tokens, kv_heads, head_dim] (HND: heads first)."""
+        """All slots: [slots, layers, 2, block_tokens, kv_heads, head_dim], in both layouts."""
         return self._paged.blocks
 
     def k(self, layer: int) -> torch.Tensor:

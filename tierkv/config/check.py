@@ -6,12 +6,10 @@ import ipaddress
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from tierkv.config.paths import SOCKET_PATH_BYTES_MAX
 from tierkv.config.resolve import Space
 from tierkv.config.schema import Config
 from tierkv.units import about_bytes
-
-SOCKET_PATH_BYTES_MAX = 107
-"""Longest path of a Unix socket: sun_path has 108 bytes with the closing zero (unix(7))."""
 
 
 class Problem(NamedTuple):

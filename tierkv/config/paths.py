@@ -7,6 +7,9 @@ from collections.abc import Mapping
 SYSTEM_STATE_DIR = "/var/lib/tierkv"
 SYSTEM_SOCKET = "/run/tierkv/tierkv.sock"
 
+SOCKET_PATH_BYTES_MAX = 107
+"""Longest path of a Unix socket: sun_path has 108 bytes with the closing zero (unix(7))."""
+
 
 def home(variables: Mapping[str, str]) -> str:
     """The user's home directory."""

@@ -70,6 +70,7 @@ class Counters:
         "checkpoint_timestamp_s",
         "checksum_failures",
         "deduplicated_blocks",
+        "disk_read_errors",
         "event_loop_lag_s",
         "evictions",
         "hit_tokens",
@@ -93,6 +94,7 @@ class Counters:
         self.optional_copies_dropped = 0
         self.deduplicated_blocks = 0
         self.mismatched_blocks = 0
+        self.disk_read_errors = 0
         self.wal_bytes = 0
         self.wal_frames = 0
         self.rpc_requests: dict[tuple[str, str], int] = {}

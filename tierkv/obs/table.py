@@ -144,6 +144,20 @@ _PREFIX = (
         ("tier",),
         _counted(lambda counters: counters.hit_tokens),
     ),
+    Declared(
+        "tierkv_prefix_mismatches_total",
+        Type.COUNTER,
+        "Blocks found by their hash and not used: their tokens or the block before were others.",
+        "Two prompts under one hash, by chance or on purpose; it should stay 0.",
+        read=_value(lambda counters, status: counters.mismatched_blocks),
+    ),
+    Declared(
+        "tierkv_deduplicated_blocks_total",
+        Type.COUNTER,
+        "Sealed blocks given up for an equal one that was there already.",
+        "Workers that compute the same prefix at the same time; what that costs.",
+        read=_value(lambda counters, status: counters.deduplicated_blocks),
+    ),
 )
 
 _TIERS = (
@@ -194,6 +208,13 @@ _TIERS = (
         "Any growth outside a restart means failing memory or a failing drive.",
         ("tier",),
         _counted(lambda counters: counters.checksum_failures),
+    ),
+    Declared(
+        "tierkv_disk_read_errors_total",
+        Type.COUNTER,
+        "Reads of the disk tier that the operating system refused.",
+        "A failing drive or a lost mount; damage that can be read counts as a checksum failure.",
+        read=_value(lambda counters, status: counters.disk_read_errors),
     ),
     Declared(
         "tierkv_optional_copies_dropped_total",

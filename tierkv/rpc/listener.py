@@ -13,6 +13,7 @@ import struct
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from tierkv.config.paths import SOCKET_PATH_BYTES_MAX
 from tierkv.errors import ConfigError, LimitExceeded, NotOwner, TierkvError
 from tierkv.rpc.connection import Connection, ConnectionLimits, RequestHandler
 from tierkv.rpc.hangup import HangupWatcher
@@ -20,7 +21,6 @@ from tierkv.rpc.wire import encode, failure
 
 log = logging.getLogger(__name__)
 
-SOCKET_PATH_BYTES_MAX = 107
 BACKLOG = 512
 ACCEPT_PAUSE_S = 0.1
 _CREDENTIALS = struct.Struct("3i")

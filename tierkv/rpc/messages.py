@@ -52,10 +52,8 @@ class Hello(Message, tag="hello"):
     """Opens a lease, or takes one up again by its token (16 bytes; empty = a new lease)."""
 
     version: int
-    pid: int
     name: str = ""
     token: bytes = b""
-    epoch: int = 0
 
 
 class OpenNamespace(Message, tag="open_namespace"):
@@ -258,7 +256,7 @@ class Done(Message, tag="done"):
 
 
 class Status(Message, tag="status"):
-    """The status document (see docs/CLI; stable keys)."""
+    """The status document (stable keys; see tierkv/obs/status.py)."""
 
     document: dict[str, Any]
 

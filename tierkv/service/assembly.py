@@ -21,6 +21,7 @@ from tierkv.service.leases import Leases
 from tierkv.service.namespaces import Namespaces
 from tierkv.service.recovery import Recovered, unverified_rows
 from tierkv.tiers.arena import Arena
+from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.mover import Mover
 from tierkv.tiers.tables import ArenaTables
 
@@ -56,6 +57,7 @@ class Parts:
     namespaces: Namespaces
     attention: Attention
     arenas: Mapping[Tier, Arena]
+    disk: DiskTier | None
 
     async def close(self) -> None:
         """End all threads; the log is written and synced."""
@@ -117,6 +119,7 @@ def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Ho
         namespaces=namespaces,
         attention=Attention(planner, namespaces, arenas, config.attend.threads),
         arenas=arenas,
+        disk=recovered.disk,
     )
 
 

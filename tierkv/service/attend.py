@@ -116,7 +116,7 @@ class Attention:
 def compute(job: _Job) -> None:
     """Run one request; the result is in the scratch memory. Blocks: for a thread."""
     import torch
-    from tierkv_kernels import paged_attention
+    from tierkv_kernels import block_view, paged_attention
 
     message, spec = job.message, job.spec
     dtype = getattr(torch, spec.dtype)
@@ -131,11 +131,19 @@ def compute(job: _Job) -> None:
         count=rows * message.q_heads,
         offset=message.lse_offset,
     )
-    k_cache, v_cache = _layer_views(job.pool, spec, message.layer, dtype)
+    blocks = block_view(
+        torch.from_numpy(job.pool),
+        layers=spec.layers,
+        block_size=spec.block_tokens,
+        num_kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+        layout=spec.layout,
+    )
     result, result_lse = paged_attention(
         q.view(shape),
-        k_cache,
-        v_cache,
+        blocks[:, message.layer, 0],
+        blocks[:, message.layer, 1],
         torch.from_numpy(job.tables.astype(np.int32)),
         torch.from_numpy(job.seq_lens.astype(np.int32)),
         q_indptr=torch.from_numpy(job.q_indptr.astype(np.int32)),
@@ -148,28 +156,6 @@ def compute(job: _Job) -> None:
     out.view(shape).copy_(result)
     if result_lse is not None:
         lse.view(rows, message.q_heads).copy_(result_lse)
-
-
-def _layer_views(pool: Any, spec: KVSpec, layer: int, dtype: Any) -> tuple[Any, Any]:
-    """K and V of one layer as [slots, block_tokens, kv_heads, head_dim] views of the pool."""
-    import torch
-
-    item = DTYPE_BYTES[spec.dtype]
-    flat = torch.from_numpy(pool.reshape(-1)).view(dtype)
-    inner = (spec.block_tokens, spec.kv_heads, spec.head_dim)
-    if spec.layout == "HND":
-        inner = (spec.kv_heads, spec.block_tokens, spec.head_dim)
-    size = spec.block_tokens * spec.kv_heads * spec.head_dim
-    views = []
-    for part in (0, 1):
-        view = torch.as_strided(
-            flat,
-            (pool.shape[0], *inner),
-            (pool.shape[1] // item, inner[1] * inner[2], inner[2], 1),
-            (layer * 2 + part) * size,
-        )
-        views.append(view.transpose(1, 2) if spec.layout == "HND" else view)
-    return views[0], views[1]
 
 
 def _u32(blob: bytes) -> U32:

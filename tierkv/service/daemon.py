@@ -267,10 +267,12 @@ class _Daemon:
         return self._reader.document()
 
     def _read_counters(self, reader: StatusReader) -> None:
-        """What the log and the checkpoints count themselves."""
+        """What the log, the checkpoints and the disk tier count themselves."""
         self._counters.wal_bytes = reader.writer.bytes_written
         self._counters.wal_frames = reader.writer.frames_written
         self._counters.checkpoint_timestamp_s = reader.parts.checkpointer.last_unix_s
+        if reader.parts.disk is not None:
+            self._counters.disk_read_errors = reader.parts.disk.read_errors
 
     def _progress(self, what: str) -> None:
         now_s = time.monotonic()

@@ -19,6 +19,7 @@ import msgspec
 import xxhash
 
 from tierkv.errors import ConfigError, CorruptionError, NotReady
+from tierkv.tiers.linux import sync_directory
 
 FORMAT_VERSION = 1
 FORMAT_NAME = "FORMAT"
@@ -98,11 +99,7 @@ class StateDirectory:
             file.flush()
             os.fsync(file.fileno())
         draft.rename(self.path / FORMAT_NAME)
-        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_directory(self.path)
 
     def set_aside(self, path: Path) -> Path | None:
         """Move a file or directory into the quarantine; returns where it is now."""

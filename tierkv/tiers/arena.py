@@ -12,9 +12,9 @@ one descriptor covers every pool there is or will be. Only touched pages exist.
              block tokens u4, 4 x 0, xxh3_64 of the bytes before it u8; all 0 = no such pool
     then     one page-aligned array of entries (see ``entry``) per pool, in order of creation
 
-Threads: ``add_pool`` may be called at any time from any thread; ``close`` and ``unlink`` only when
-no other call runs. Everything else may run at the same time on different slots. Who may use which
-slot when is for the caller to say.
+Threads: ``add_pool`` may be called at any time from any thread; ``close`` only when no other
+call runs. Everything else may run at the same time on different slots. Who may use which slot when
+is for the caller to say.
 
 Crash: the files stay when the process dies, and so does every byte that was stored in them. An
 entry is to be trusted only if its check holds and its id is what the log says about that slot.
@@ -90,7 +90,6 @@ class Arena:
         self.budget_bytes = budget_bytes
         self.region_bytes = _region(budget_bytes)
         self.size_bytes = POOLS_MAX * self.region_bytes
-        self._table_path = table_path
         self._pools: dict[int, _Pool] = {}
         self._adding = threading.Lock()
         self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -209,11 +208,6 @@ class Arena:
                 mapped.close()
         os.close(self.fd)
         os.close(self._table_fd)
-
-    def unlink(self) -> None:
-        """Remove the files. The table goes first: without it nothing is ever taken over."""
-        self._table_path.unlink(missing_ok=True)
-        self.path.unlink(missing_ok=True)
 
     def _pool(self, pool: int) -> _Pool:
         try:

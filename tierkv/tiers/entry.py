@@ -143,11 +143,3 @@ def split_hashes(hashes: bytes | memoryview) -> tuple[U64, U64]:
         )
     halves = np.frombuffer(hashes, ">u8").reshape(-1, 2)
     return halves[:, 0].astype(np.uint64), halves[:, 1].astype(np.uint64)
-
-
-def join_hashes(high: U64, low: U64) -> bytes:
-    """The inverse of ``split_hashes``."""
-    halves = np.empty((len(high), 2), ">u8")
-    halves[:, 0] = high
-    halves[:, 1] = low
-    return halves.tobytes()

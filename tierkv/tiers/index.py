@@ -34,6 +34,7 @@ import xxhash
 from tierkv.core.blocks import VALUE
 from tierkv.core.ids import U32
 from tierkv.errors import CorruptionError, TierFailed, TierFull, require
+from tierkv.tiers.linux import sync_directory
 
 _CHECK_BYTES = 8
 _STORED_BYTES = VALUE.itemsize + _CHECK_BYTES
@@ -125,8 +126,8 @@ class Index:
             self._meta = self._env.open_db(b"meta")
             if fresh:
                 # LMDB syncs its file, but not the directories that name it.
-                _fsync_directory(path)
-                _fsync_directory(path.parent)
+                sync_directory(path)
+                sync_directory(path.parent)
         except (lmdb.Error, OSError) as error:
             raise TierFailed(f"cannot open the index {path}: {error}", path=str(path)) from error
 
@@ -232,14 +233,6 @@ def _verify(path: Path, data: Path) -> None:
             path=str(data),
             offset=0,
         )
-
-
-def _fsync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _estimate(changes: IndexChanges) -> int:

@@ -1,4 +1,4 @@
-"""The Linux calls that Python's ``os`` and ``mmap`` lack, or make while holding the GIL."""
+"""Linux calls that Python's ``os`` and ``mmap`` lack, make while holding the GIL, or spell long."""
 
 from __future__ import annotations
 
@@ -31,6 +31,15 @@ def punch_hole(fd: int, offset: int, length: int) -> None:
     if failed:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+
+
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Make the names in a directory durable: those made, moved or removed. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def advise_huge_pages(mapped: U8) -> bool:
