@@ -86,7 +86,7 @@ def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Ho
         journal.commit,
         counters,
     )
-    placement.mark_unverified(unverified_rows(state))
+    placement.doubt.mark(unverified_rows(state))
     placement.list_all()
     planner = Planner(state, placement, _limits(config, recovered))
     engine = Engine(

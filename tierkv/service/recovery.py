@@ -24,8 +24,8 @@ from tierkv.config.schema import Config
 from tierkv.core.blocks import SEALED
 from tierkv.core.ids import I64, RAM_TIERS, Bool, Tier
 from tierkv.core.invariants import check_invariants
-from tierkv.core.placement import restart_order
 from tierkv.core.records import RECORD, Kind, blank
+from tierkv.core.restart_order import restart_order
 from tierkv.core.state import Sequence, State
 from tierkv.errors import ConfigError, CorruptionError, InvariantViolation
 from tierkv.service.process import boot_id, is_alive
