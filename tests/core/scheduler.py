@@ -191,9 +191,8 @@ class Scheduler:
 def _signal_names(placement: Placement) -> dict[int, str]:
     names = {}
     for tier in Tier:
-        names[id(placement._idle[tier])] = (
-            f"copies in flight from {tier.label}: rows "
-            f"{np.flatnonzero(placement._busy[tier]).tolist()}"
+        names[id(placement.holds[tier].released())] = (
+            f"copies in flight from {tier.label}: rows {placement.holds[tier].rows().tolist()}"
         )
         if (signal := placement._making_room[tier]) is not None:
             names[id(signal)] = f"whoever makes room in {tier.label}"
@@ -210,7 +209,6 @@ def check_nothing_leaked(world: World) -> None:
         assert not slots._held.any()
     assert state.row_set.held_count == 0
     for tier in Tier:
-        assert not placement._busy[tier].any(), f"busy in {tier.label}"
-        assert placement._busy_total[tier] == 0
+        assert not len(placement.holds[tier].rows()), f"held in {tier.label}"
         assert placement._making_room[tier] is None
     assert not placement._arriving

@@ -272,7 +272,7 @@ def test_a_block_that_is_sealed_does_not_take_an_unverified_twin() -> None:
     stage.world.store(1, TOKENS[:4])
     row = stage.rows(1)
     stage.plan.release(stage.lease, [1])
-    stage.world.placement.mark_unverified(row)
+    stage.world.placement.doubt.mark(row)
     stage.damage(Tier.DEVICE, int(row[0]))
     view = stage.open(2, 4, b"")
     view = stage.world.run(stage.seal(2, view, TOKENS[:4], [b"mine"]))
@@ -283,7 +283,7 @@ def test_a_block_that_is_sealed_does_not_take_an_unverified_twin() -> None:
 def test_a_damaged_copy_is_not_taken_from_the_worker_that_has_it_mapped() -> None:
     stage = Stage(4, 0, 0)
     view = stage.world.store(1, TOKENS[:4])
-    stage.world.placement.mark_unverified(stage.rows(1))
+    stage.world.placement.doubt.mark(stage.rows(1))
     stage.damage(Tier.DEVICE, int(stage.rows(1)[0]))
     other = stage.plan.open_lease(b"u" * 16, 1, 2, 3).id
     chain = stage.world.chain(TOKENS[:4])
@@ -298,7 +298,7 @@ def test_doubt_ends_when_a_block_comes_up_anew() -> None:
     stage = Stage(2, 2, 0)
     stage.world.store(1, TOKENS[:8])
     stage.plan.suspend(stage.lease, 1)
-    stage.world.placement.mark_unverified(stage.rows(1))
+    stage.world.placement.doubt.mark(stage.rows(1))
     stage.push_out(2)
     assert len(stage.resume(1).slots) == 2
     stage.finish()
@@ -309,7 +309,7 @@ def test_doubt_does_not_pass_to_the_next_block_in_a_row() -> None:
     stage.world.store(1, TOKENS[:4])
     row = stage.rows(1)
     stage.plan.release(stage.lease, [1])
-    stage.world.placement.mark_unverified(row)
+    stage.world.placement.doubt.mark(row)
     stage.open(2, 2, b"half")
     assert stage.rows(2) == row
     stage.plan.suspend(stage.lease, 2)

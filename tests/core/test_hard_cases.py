@@ -45,7 +45,7 @@ def test_a_damaged_block_that_somebody_has_mapped_is_no_hit_when_the_device_tier
     world.store(2, OTHER[:8])
     view = begin(world, 3, TOKENS[:4])
     assert len(view.slots) == 1
-    world.placement.mark_unverified(world.state.live_rows())
+    world.placement.doubt.mark(world.state.live_rows())
     world.tiers.at(Tier.DEVICE, 0, view.slots[0]).payload = b"rot"
     assert len(begin(world, 4, TOKENS[:8]).slots) == 0
 

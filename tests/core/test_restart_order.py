@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierkv.core.blocks import Blocks
-from tierkv.core.placement import restart_order
+from tierkv.core.restart_order import restart_order
 
 
 @st.composite

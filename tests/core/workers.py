@@ -519,7 +519,7 @@ class Run:
             for row in doubtful[world.state.blocks.active[doubtful] == 0].tolist():
                 if self.random.random() < 0.3:
                     self._damage(Tier.DEVICE, row)
-        world.placement.mark_unverified(doubtful)
+        world.placement.doubt.mark(doubtful)
         world.placement.list_all()
         self.rude_lease = self._open_lease()
         self.check()

@@ -13,10 +13,11 @@ from tierkv.core.effects import Check, Effect, Headers, Move, Moved, ReadHeaders
 from tierkv.core.ids import Tier
 from tierkv.core.inline import run_inline
 from tierkv.core.matching import Chain
-from tierkv.core.placement import BlockEntries, Placement
+from tierkv.core.placement import Placement
 from tierkv.core.planner import Limits, Planner
 from tierkv.core.policy import Lru
 from tierkv.core.prefix import chain_hashes
+from tierkv.core.slot_tables import BlockEntries
 from tierkv.core.state import PoolShape, State
 
 SHAPE = PoolShape(block_bytes=64, block_tokens=4)

@@ -20,7 +20,7 @@ def restart(world: World) -> None:
     """All leases stay; device copies are unverified, as after a recovery."""
     rows = world.state.live_rows()
     world._assemble()
-    world.placement.mark_unverified(rows)
+    world.placement.doubt.mark(rows)
     world.placement.list_all()
 
 

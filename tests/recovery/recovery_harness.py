@@ -162,7 +162,7 @@ class Daemon:
         self.placement = Placement(
             self.state, self.tables, {tier: Lru() for tier in Tier}, self.commit, self.counters
         )
-        self.placement.mark_unverified(unverified_rows(self.state))
+        self.placement.doubt.mark(unverified_rows(self.state))
         self.placement.list_all()
         self.planner = Planner(self.state, self.placement, Limits())
         self.mover = Mover(self.recovered.arenas, self.recovered.disk, durable_writes=False)

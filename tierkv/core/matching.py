@@ -96,7 +96,7 @@ class Matcher:
         ids = blocks.id[rows].copy()
         pool = int(self._state.pool_of(rows[:1])[0])
         slots = blocks.slot[Tier.DISK][rows[cold]].astype(np.int64)
-        with self._placement.reading(Tier.DISK, rows[cold]):
+        with self._placement.holds[Tier.DISK].taken(rows[cold]):
             headers: Headers = yield ReadHeaders(pool, ids[cold], slots)
         same = headers.ok & (headers.tokens == chain.tokens[cold]).all(1)
         same &= headers.extras == chain.extras[cold]

@@ -7,66 +7,26 @@ copies of faster tiers only, so flows cannot wait for each other in a circle.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from tierkv.core.blocks import SEALED, Blocks
+from tierkv.core.blocks import SEALED
 from tierkv.core.counters import GONE, Counters
+from tierkv.core.doubt import Doubt
 from tierkv.core.effects import Check, Flow, Move, Moved, Signal, Wait
-from tierkv.core.ids import I64, U32, U64, Bool, Tier
+from tierkv.core.holds import Holds
+from tierkv.core.ids import I64, U64, Bool, Tier
 from tierkv.core.policy import EvictionPolicy
 from tierkv.core.records import Kind, Records, blank
+from tierkv.core.restart_order import restart_order
+from tierkv.core.slot_tables import SlotTables
 from tierkv.core.state import State
 from tierkv.errors import PoolExhausted, TierFailed, TierFull
 
 MOVE_BATCH = 256
 """Blocks per move: long enough to amortise a thread's wake-up, short enough to pipeline."""
-
-
-@dataclass(frozen=True)
-class BlockEntries:
-    """Identity of sealed blocks, one row each: what a slot's entry holds beside its payload.
-
-    All u64 [n], but ``tokens`` u32 [n, block_tokens]. ``extras``: digests of the extra keys.
-    """
-
-    namespace: int
-    ids: U64
-    parents: U64
-    hash_hi: U64
-    hash_lo: U64
-    sum_hi: U64
-    sum_lo: U64
-    extras: U64
-    tokens: U32
-
-
-class SlotTables(Protocol):
-    """The entries beside RAM slots: which block a slot holds, with its tokens."""
-
-    def tokens(self, tier: Tier, pool: int, slots: I64) -> U32:
-        """Token ids of the blocks in the slots, shape [n, block_tokens]."""
-        ...
-
-    def extras(self, tier: Tier, pool: int, slots: I64) -> U64:
-        """Digests of the blocks' extra keys, shape [n]."""
-        ...
-
-    def fill(self, tier: Tier, pool: int, slots: I64, entries: BlockEntries) -> None:
-        """Write the entries of sealed blocks."""
-        ...
-
-    def open(self, tier: Tier, pool: int, slots: I64, ids: U64) -> None:
-        """Write the entries of blocks that are being filled: an id, no checksum yet."""
-        ...
-
-    def punch(self, tier: Tier, pool: int, slots: I64) -> None:
-        """Give the memory of freed slots back, because another pool needs the budget."""
-        ...
 
 
 @dataclass(eq=False)
@@ -97,14 +57,11 @@ class Placement:
         self.disk_failed: Callable[[TierFull | TierFailed], None] = lambda _error: None
         self.disk_paused = False
         """Set by the daemon while the disk's circuit breaker is open; reads go on."""
-        self._busy = {tier: np.zeros(1024, np.int16) for tier in Tier}
-        self._busy_total = dict.fromkeys(Tier, 0)
-        self._idle = {tier: Signal() for tier in Tier}
+        self.holds = {tier: Holds() for tier in Tier}
+        self.doubt = Doubt(state.blocks)
         self._making_room: dict[Tier, Signal | None] = dict.fromkeys(Tier)
         self._arriving: dict[int, Signal] = {}
         self._copying: list[_Copying] = []
-        self._unverified: U64 = np.zeros(0, np.uint64)
-        """Per row: the block whose device copy outlived a daemon and was not checked yet, or 0."""
 
     # --- room -------------------------------------------------------------------------------------
 
@@ -168,7 +125,7 @@ class Placement:
     def _eligible(self, tier: Tier, rows: I64) -> Bool:
         """Which rows may lose their copy in the tier, once another copy is safe."""
         blocks = self.state.blocks
-        free: Bool = blocks.has_copy(rows, tier) & (self._busy_of(tier, rows) == 0)
+        free: Bool = blocks.has_copy(rows, tier) & ~self.holds[tier].has(rows)
         if tier is Tier.DEVICE:
             return np.asarray(free & (blocks.active[rows] == 0))
         if tier is Tier.HOST:
@@ -207,13 +164,11 @@ class Placement:
             if not self._may_become_idle(tier):
                 return np.zeros(0, np.int64)
             # Copies in flight keep blocks from leaving; they come to an end by themselves.
-            yield Wait(self._idle[tier])
+            yield Wait(self.holds[tier].released())
 
     def _may_become_idle(self, tier: Tier) -> bool:
         """Whether a move in flight is all that keeps some block in the tier."""
-        if not self._busy_total[tier]:
-            return False
-        rows = np.flatnonzero(self._busy[tier])
+        rows = self.holds[tier].rows()
         rows = rows[self.state.blocks.has_copy(rows, tier)]
         return bool(len(rows)) and (
             tier is not Tier.DEVICE or bool((self.state.blocks.active[rows] == 0).any())
@@ -284,7 +239,7 @@ class Placement:
 
     def _outdate(self, tier: Tier, rows: I64) -> None:
         """What moves under way read of these rows in the tier is not their payload any more."""
-        if not (self._busy_of(tier, rows) > 0).any():
+        if not self.holds[tier].has(rows).any():
             return
         for copying in self._copying:
             if copying.source is tier:
@@ -325,7 +280,7 @@ class Placement:
 
     def _copy_batch(self, source: Tier, target: Tier, pool: int, rows: I64, ids: U64) -> Flow[int]:
         held = rows
-        self._hold(source, held)
+        self.holds[source].take(held)
         slots = np.zeros(0, np.int64)
         try:
             slots = yield from self.room(target, pool, len(rows))
@@ -338,7 +293,7 @@ class Placement:
             return 0
         finally:
             self.unhold_slots(target, pool, slots)
-            self._unhold(source, held)
+            self.holds[source].release(held)
 
     def _being_written(self, tier: Tier, rows: I64) -> Bool:
         """Which rows are open blocks of an active sequence: their worker may write any time."""
@@ -355,11 +310,10 @@ class Placement:
         source_slots = self.state.blocks.slot[source][rows].astype(np.int64)
         copying = _Copying(source, rows, np.ones(len(rows), np.bool_))
         self._copying.append(copying)
-        self._hold(source, rows)
         try:
-            result: Moved = yield Move(pool, ids, source, source_slots, target, slots)
+            with self.holds[source].taken(rows):
+                result: Moved = yield Move(pool, ids, source, source_slots, target, slots)
         finally:
-            self._unhold(source, rows)
             self._copying.remove(copying)
         return self._arrived(copying, target, ids, slots, result)
 
@@ -381,7 +335,7 @@ class Placement:
             self.commit(records)
             self.policies[target].touch(rows[good])
             if target is Tier.DEVICE:
-                self.trust(rows[good])
+                self.doubt.clear(rows[good])
             shape = self.state.pools[int(self.state.pool_of(rows[:1])[0])]
             moved_bytes = int(np.count_nonzero(good)) * shape.block_bytes
             self.counters.transferred(source.label, target.label, moved_bytes)
@@ -419,7 +373,7 @@ class Placement:
                 rows, ids = rows[: lost[0]], ids[: lost[0]]
             missing = np.flatnonzero(~blocks.has_copy(rows, Tier.DEVICE))
             if not len(missing):
-                return self.leading_verified(rows)
+                return self.doubt.leading_sound(rows)
             first = int(rows[missing[0]])
             if first in self._arriving:
                 yield Wait(self._arriving[first])
@@ -462,21 +416,6 @@ class Placement:
 
     # --- verification after a restart -------------------------------------------------------------
 
-    def mark_unverified(self, rows: I64) -> None:
-        """Device copies that outlived a daemon: checked before they are handed out. Mutates."""
-        self._unverified = np.zeros(len(self.state.blocks), np.uint64)
-        self._unverified[rows] = self.state.blocks.id[rows]
-
-    def trust(self, rows: I64) -> None:
-        """The device copies of these rows were written just now. Mutates."""
-        self._unverified[rows[rows < len(self._unverified)]] = 0
-
-    def _doubtful(self, rows: I64) -> I64:
-        known = rows[rows < len(self._unverified)]
-        blocks = self.state.blocks
-        doubted = self._unverified[known] == blocks.id[known]
-        return np.asarray(known[doubted & blocks.has_copy(known, Tier.DEVICE)])
-
     def verify(self, rows: I64) -> Flow[bool]:
         """Check device copies from before the last restart; returns whether there were any.
 
@@ -485,7 +424,7 @@ class Placement:
         """
         blocks = self.state.blocks
         waited = False
-        for pool, members in self.state.by_pool(self._doubtful(rows)):
+        for pool, members in self.state.by_pool(self.doubt.among(rows)):
             for at in range(0, len(members), MOVE_BATCH):
                 part = members[at : at + MOVE_BATCH]
                 ids = blocks.id[part].copy()
@@ -493,20 +432,15 @@ class Placement:
                 ok: Bool = yield Check(pool, ids, Tier.DEVICE, slots)
                 waited = True
                 # Doubt ends for a row that another flow has checked, or that came up anew.
-                alive = self._still(part, ids, Tier.DEVICE) & (self._unverified[part] == ids)
-                self.trust(part[alive & ok])
+                alive = self._still(part, ids, Tier.DEVICE) & np.isin(part, self.doubt.among(part))
+                self.doubt.clear(part[alive & ok])
                 bad = part[alive & ~ok]
                 if len(bad):
                     self.counters.checksum_failures[Tier.DEVICE.label] += len(bad)
                     self._drop(Tier.DEVICE, bad[blocks.active[bad] == 0], "corrupt")
         return waited
 
-    def leading_verified(self, rows: I64) -> int:
-        """How many leading rows are free of doubt."""
-        doubtful = np.isin(rows, self._doubtful(rows))
-        return int(np.argmax(doubtful)) if doubtful.any() else len(rows)
-
-    # --- recency and holds ------------------------------------------------------------------------
+    # --- recency ----------------------------------------------------------------------------------
 
     def touch(self, rows: I64) -> None:
         """Rows were used, least valuable first; in every tier that holds them. Mutates."""
@@ -535,35 +469,6 @@ class Placement:
             wanted &= ~here
         return done
 
-    def _busy_of(self, tier: Tier, rows: I64) -> I64:
-        self._ensure_busy(tier)
-        return self._busy[tier][rows].astype(np.int64)
-
-    def _ensure_busy(self, tier: Tier) -> None:
-        missing = len(self.state.blocks) - len(self._busy[tier])
-        if missing > 0:
-            self._busy[tier] = np.concatenate([self._busy[tier], np.zeros(missing, np.int16)])
-
-    @contextmanager
-    def reading(self, tier: Tier, rows: I64) -> Iterator[None]:
-        """Keep the rows' copies in the tier from being evicted meanwhile. Mutates."""
-        self._hold(tier, rows)
-        try:
-            yield
-        finally:
-            self._unhold(tier, rows)
-
-    def _hold(self, tier: Tier, rows: I64) -> None:
-        self._ensure_busy(tier)
-        self._busy[tier][rows] += 1
-        self._busy_total[tier] += len(rows)
-
-    def _unhold(self, tier: Tier, rows: I64) -> None:
-        self._busy[tier][rows] -= 1
-        self._busy_total[tier] -= len(rows)
-        idle, self._idle[tier] = self._idle[tier], Signal()
-        idle.set()
-
     def reopen(self, rows: I64) -> None:
         """A worker may write into these open blocks again: copies are stale. Mutates."""
         self._outdate(Tier.DEVICE, rows)
@@ -573,41 +478,3 @@ class Placement:
     def arriving(self, row: int) -> Signal | None:
         """Set when the row's way up into the device tier, if it is on it, has ended."""
         return self._arriving.get(row)
-
-
-def restart_order(blocks: Blocks, rows: I64) -> I64:
-    """An order of rows (positions, shape [n]) in which older chains come first, leaf before root.
-
-    The log does not keep recency. Ids grow with time, so a chain is as young as its youngest
-    block; a parent is never listed before its children, so victims still come leaf first.
-    """
-    if not len(rows):
-        return np.zeros(0, np.int64)
-    parent = _parent_positions(blocks, rows)
-    depth = _depths(parent)
-    youngest = blocks.id[rows].copy()
-    by_depth = np.argsort(depth, kind="stable")
-    starts = np.searchsorted(depth[by_depth], np.arange(int(depth.max()) + 2))
-    for level in range(int(depth.max()), 0, -1):
-        children = by_depth[starts[level] : starts[level + 1]]
-        np.maximum.at(youngest, parent[children], youngest[children])
-    return np.asarray(np.lexsort((-depth, youngest)))
-
-
-def _parent_positions(blocks: Blocks, rows: I64) -> I64:
-    """For each row the position of its parent among ``rows``, -1 where it is not there."""
-    ids = blocks.id[rows]
-    by_id = np.argsort(ids)
-    at = np.minimum(np.searchsorted(ids[by_id], blocks.parent[rows]), len(rows) - 1)
-    found = ids[by_id[at]] == blocks.parent[rows]
-    return np.where(found, by_id[at], -1)
-
-
-def _depths(parent: I64) -> I64:
-    """How many ancestors each position has, by doubling the distance looked back each time."""
-    ancestor = parent.copy()
-    depth = (ancestor >= 0).astype(np.int64)
-    while (deeper := ancestor >= 0).any():
-        depth[deeper] += depth[ancestor[deeper]]
-        ancestor[deeper] = ancestor[ancestor[deeper]]
-    return depth

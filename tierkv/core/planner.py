@@ -373,7 +373,7 @@ class Planner:
     def _leading_in_device(self, rows: I64) -> int:
         missing = np.flatnonzero(~self.state.blocks.has_copy(rows, Tier.DEVICE))
         rows = rows[: missing[0]] if len(missing) else rows
-        return self.placement.leading_verified(rows)
+        return self.placement.doubt.leading_sound(rows)
 
     # --- reserve ----------------------------------------------------------------------------------
 
@@ -395,7 +395,7 @@ class Planner:
         """
         blocks = self.state.blocks
         ids, source = blocks.id[row].copy(), blocks.slot[Tier.DEVICE][row].astype(np.int64)
-        with self.placement.reading(Tier.DEVICE, row):
+        with self.placement.holds[Tier.DEVICE].taken(row):
             moved: Moved = yield Move(pool, ids, Tier.DEVICE, source, Tier.DEVICE, slots[:1])
         return bool(moved.ok[0])
 
@@ -421,7 +421,7 @@ class Planner:
         cut_off = sequence.rows[keep:]
         ids = self.state.blocks.id[cut_off].copy()
         self.placement.commit(join(records))
-        self.placement.trust(rows)
+        self.placement.doubt.clear(rows)
         self._sequences.touch_idle(cut_off[self.state.blocks.id[cut_off] == ids])
 
     # --- parts ------------------------------------------------------------------------------------

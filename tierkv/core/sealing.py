@@ -7,9 +7,10 @@ import numpy as np
 from tierkv.core.effects import Flow, Wait
 from tierkv.core.ids import I64, U64, Tier
 from tierkv.core.matching import Chain, Matcher
-from tierkv.core.placement import BlockEntries, Placement
+from tierkv.core.placement import Placement
 from tierkv.core.records import Kind, Records, blank, join
 from tierkv.core.sequences import Sequences, TableView
+from tierkv.core.slot_tables import BlockEntries
 from tierkv.core.state import Sequence
 from tierkv.errors import InvalidArgument
 
@@ -89,7 +90,7 @@ class Sealer:
             if not verified and (yield from self._placement.verify(rows)):
                 verified = True
                 continue
-            rows = rows[: self._placement.leading_verified(rows)]
+            rows = rows[: self._placement.doubt.leading_sound(rows)]
             coming = [self._placement.arriving(row) for row in rows.tolist()]
             signal = next((one for one in coming if one is not None), None)
             if signal is None:
@@ -147,7 +148,7 @@ class Sealer:
         self._placement.touch(twins[::-1])
         self._placement.counters.deduplicated_blocks += len(twins)
         if len(cold):
-            self._placement.trust(chosen)
+            self._placement.doubt.clear(chosen)
             self.newly_sealed.append((chosen, blocks.id[chosen].copy()))
 
     def _forget_lower(self, rows: I64) -> list[Records]:

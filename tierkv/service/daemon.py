@@ -1,4 +1,4 @@
-"""Builds the daemon's object graph once, runs it, and takes it down."""
+"""Runs the daemon: recovers, serves until it is told to stop, drains."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tierkv_wal import WalError
+from tierkv_wal import WalError, WalWriter
 
 from tierkv.config.schema import Config
 from tierkv.core.counters import Counters
 from tierkv.core.effects import Move
-from tierkv.core.ids import Tier
-from tierkv.core.placement import Placement
-from tierkv.core.planner import RECORDS_PER_BLOCK_MAX, Limits, Planner
-from tierkv.core.policy import Lru
 from tierkv.core.records import Records
 from tierkv.errors import ConfigError, NotReady, TierFailed, TierFull, TierkvError
 from tierkv.obs.exporter import Exporter
@@ -32,22 +28,17 @@ from tierkv.obs.metrics import Metrics
 from tierkv.obs.status import StatusDocument, to_plain
 from tierkv.rpc.connection import ConnectionLimits
 from tierkv.rpc.listener import Listener, bind_socket
-from tierkv.service.attend import Attention
+from tierkv.service.assembly import assemble
 from tierkv.service.checkpoint import Checkpointer
 from tierkv.service.engine import Engine
 from tierkv.service.journal import Journal
 from tierkv.service.last_status import write_last_status
-from tierkv.service.leases import Leases
 from tierkv.service.lifecycle import DaemonState, Lifecycle
-from tierkv.service.namespaces import Namespaces
-from tierkv.service.recovery import Recovered, recover, unverified_rows
+from tierkv.service.recovery import Recovered, recover
 from tierkv.service.sessions import Sessions
 from tierkv.service.status import StatusReader
 from tierkv.service.store import StateDirectory
 from tierkv.service.systemd import Notifier, inherited_socket
-from tierkv.tiers.disk import DiskTier
-from tierkv.tiers.mover import Mover
-from tierkv.tiers.tables import ArenaTables
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +101,6 @@ class _Daemon:
         self._started = time.monotonic()
         self._next_progress_s = 0.0
         self._reader: StatusReader | None = None
-        self._disk: DiskTier | None = None
         self._metrics = Metrics(self._document, self._counters)
 
     async def run(self) -> int:
@@ -144,78 +134,13 @@ class _Daemon:
     async def _serve(
         self, recovered: Recovered, listening: socket.socket, metrics_port: int
     ) -> None:
-        config, state = self._config, recovered.state
-        power = config.wal.durability == "power"
-        journal = Journal(
-            state,
-            recovered.writer,
-            config.wal.durability,
-            config.wal.none_flush_s,
-            self._log_died,
-            self._metrics.wal_fsync_duration.observe,
-        )
-        placement = Placement(
-            state,
-            ArenaTables(recovered.arenas, journal.write_freed),
-            {tier: Lru() for tier in Tier},
-            journal.commit,
-            self._counters,
-        )
-        placement.mark_unverified(unverified_rows(state))
-        placement.list_all()
-        limits = Limits(
-            config.server.sequences_max,
-            min(
-                config.server.blocks_per_request_max,
-                recovered.writer.append_records_max // RECORDS_PER_BLOCK_MAX,
-            ),
-        )
-        planner = Planner(state, placement, limits)
-        mover = Mover(recovered.arenas, recovered.disk, durable_writes=power)
-        engine = Engine(
-            planner,
-            journal,
-            mover,
-            write_through=config.disk.write == "through",
-            durable_seal=power,
-            queue_blocks=config.disk.queue_blocks,
-        )
-        engine.on_move = self._moved
-        engine.on_broken = self._broken
-        checkpointer = Checkpointer(
-            state,
-            recovered.specs,
-            journal,
-            recovered.writer,
-            recovered.disk,
-            recovered.index,
-            recovered.checkpoint_lsn,
-        )
-        checkpointer.on_done = self._metrics.checkpoint_duration.observe
-        leases = Leases(planner, config.server.grace_s)
-        namespaces = Namespaces(planner, recovered.arenas, recovered.disk, recovered.specs)
-        attention = Attention(planner, namespaces, recovered.arenas, config.attend.threads)
-        self._disk = recovered.disk
+        config = self._config
+        parts = assemble(config, recovered, self._counters, self)
         self._reader = StatusReader(
-            config,
-            self._lifecycle,
-            planner,
-            namespaces,
-            recovered.writer,
-            checkpointer,
-            recovered.report,
-            self._started,
+            config, self._lifecycle, recovered.writer, recovered.report, parts, self._started
         )
         sessions = Sessions(
-            engine=engine,
-            leases=leases,
-            namespaces=namespaces,
-            attention=attention,
-            arena=recovered.arenas[Tier.DEVICE],
-            lifecycle=self._lifecycle,
-            status=lambda: to_plain(self._document()),
-            checkpoint=checkpointer.run,
-            observer=self,
+            parts, self._lifecycle, lambda: to_plain(self._document()), observer=self
         )
         self._reader.sessions = sessions
         listener = Listener(
@@ -228,29 +153,28 @@ class _Daemon:
                 payload_bytes=config.server.message_bytes_max,
             ),
         )
-        _log_epoch(journal, state.epoch)
-        leases.await_workers()
+        _log_epoch(parts.journal, recovered.state.epoch)
+        parts.leases.await_workers()
         if config.disk.write == "through":
-            engine.write_all_behind()
+            parts.engine.write_all_behind()
         gc.collect()
         gc.freeze()
         self._lifecycle.enter(DaemonState.SERVING)
         self._announce(recovered, metrics_port)
         await self._until_stopped(
-            listener.serve(), engine.write_behind(), self._tick(recovered, checkpointer)
+            listener.serve(),
+            parts.engine.write_behind(),
+            self._tick(recovered.writer, parts.checkpointer),
         )
         self._lifecycle.enter(DaemonState.DRAINING)
         self._notifier.send("STOPPING=1", "STATUS=draining")
         # Workers see end-of-file and come back to the next daemon: their leases stay in the log.
-        leases.close()
+        parts.leases.close()
         await listener.close()
-        await _drain(engine, checkpointer)
+        await _drain(parts.engine, parts.checkpointer)
         await self._note_status()
-        await engine.close()
-        attention.close()
-        checkpointer.close()
-        journal.close()
-        _close(recovered)
+        await parts.close()
+        recovered.close()
 
     async def _until_stopped(self, *work: Any) -> None:
         """Run the background work until a signal; its failure is the daemon's."""
@@ -265,7 +189,7 @@ class _Daemon:
             if error is not None:
                 raise error
 
-    async def _tick(self, recovered: Recovered, checkpointer: Checkpointer) -> None:
+    async def _tick(self, writer: WalWriter, checkpointer: Checkpointer) -> None:
         """Checkpoints when they are due, keeps a spare log segment, measures the loop's lag."""
         loop = asyncio.get_running_loop()
         wal = self._config.wal
@@ -283,7 +207,7 @@ class _Daemon:
                     await self._note_status()
             with contextlib.suppress(OSError):
                 # Without a spare the next rotation makes its segment itself.
-                await loop.run_in_executor(None, recovered.writer.prepare_spare)
+                await loop.run_in_executor(None, writer.prepare_spare)
 
     async def _note_status(self) -> None:
         try:
@@ -301,17 +225,28 @@ class _Daemon:
             outcome = "ok" if code == "ok" else "exhausted"
             self._metrics.block_alloc_duration[outcome].observe(seconds)
 
-    def _moved(self, move: Move, seconds: float) -> None:
+    def synced(self, seconds: float) -> None:
+        """See assembly.Hooks."""
+        self._metrics.wal_fsync_duration.observe(seconds)
+
+    def checkpointed(self, seconds: float) -> None:
+        """See assembly.Hooks."""
+        self._metrics.checkpoint_duration.observe(seconds)
+
+    def moved(self, move: Move, seconds: float) -> None:
+        """See assembly.Hooks."""
         self._metrics.transfer_duration[move.source.label, move.target.label].observe(seconds)
 
-    def _log_died(self, error: Exception) -> None:
+    def log_died(self, error: Exception) -> None:
+        """See assembly.Hooks."""
         if not isinstance(error, OSError | WalError):
-            self._broken(error)
+            self.broken(error)
         log.critical("the log cannot be written, stopping at once: %s", error)
         _flush_streams()
         os._exit(EXIT_IO)
 
-    def _broken(self, error: BaseException) -> None:
+    def broken(self, error: BaseException) -> None:
+        """See assembly.Hooks."""
         log.critical("a request broke the daemon, stopping at once", exc_info=error)
         _flush_streams()
         os._exit(EXIT_FAILED)
@@ -320,7 +255,7 @@ class _Daemon:
         """An error that nobody handled. One in our own code means that the state is in doubt."""
         error = context.get("exception")
         if isinstance(error, Exception) and not isinstance(error, OSError):
-            self._broken(error)
+            self.broken(error)
         loop.default_exception_handler(context)
 
     def _document(self) -> StatusDocument:
@@ -335,9 +270,9 @@ class _Daemon:
         """What the log, the checkpoints and the disk tier count themselves."""
         self._counters.wal_bytes = reader.writer.bytes_written
         self._counters.wal_frames = reader.writer.frames_written
-        self._counters.checkpoint_timestamp_s = reader.checkpointer.last_unix_s
-        if self._disk is not None:
-            self._counters.disk_read_errors = self._disk.read_errors
+        self._counters.checkpoint_timestamp_s = reader.parts.checkpointer.last_unix_s
+        if reader.parts.disk is not None:
+            self._counters.disk_read_errors = reader.parts.disk.read_errors
 
     def _progress(self, what: str) -> None:
         now_s = time.monotonic()
@@ -422,15 +357,6 @@ async def _drain(engine: Engine, checkpointer: Checkpointer) -> None:
             await checkpointer.run(last=True)
     except (TimeoutError, TierkvError, OSError) as error:
         log.warning("stopping without a last checkpoint; the log has everything: %s", error)
-
-
-def _close(recovered: Recovered) -> None:
-    recovered.writer.close()
-    if recovered.disk is not None:
-        recovered.disk.close()
-    recovered.index.close()
-    for arena in recovered.arenas.values():
-        arena.close()
 
 
 def _flush_streams() -> None:

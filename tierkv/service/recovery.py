@@ -24,8 +24,8 @@ from tierkv.config.schema import Config
 from tierkv.core.blocks import SEALED
 from tierkv.core.ids import I64, RAM_TIERS, Bool, Tier
 from tierkv.core.invariants import check_invariants
-from tierkv.core.placement import restart_order
 from tierkv.core.records import RECORD, Kind, blank
+from tierkv.core.restart_order import restart_order
 from tierkv.core.state import Sequence, State
 from tierkv.errors import ConfigError, CorruptionError, InvariantViolation
 from tierkv.service.process import boot_id, is_alive
@@ -81,6 +81,15 @@ class Recovered:
     disk: DiskTier | None
     checkpoint_lsn: int
     report: RecoveryReport
+
+    def close(self) -> None:
+        """Close all files; the last call."""
+        self.writer.close()
+        if self.disk is not None:
+            self.disk.close()
+        self.index.close()
+        for arena in self.arenas.values():
+            arena.close()
 
 
 def budgets_of(config: Config) -> dict[Tier, int]:

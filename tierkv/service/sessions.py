@@ -15,19 +15,15 @@ import numpy as np
 from tierkv.core.effects import Flow
 from tierkv.core.ids import U32, U64, Tier
 from tierkv.core.matching import Chain
-from tierkv.core.planner import Planner
 from tierkv.core.sequences import TableView
 from tierkv.errors import InvalidArgument, LimitExceeded, TierFailed, TierkvError, UnknownNamespace
 from tierkv.obs.status import WorkerStatus
 from tierkv.rpc import messages as m
 from tierkv.rpc.connection import Connection
 from tierkv.rpc.wire import failure
-from tierkv.service.attend import Attention, compute
-from tierkv.service.engine import Engine
-from tierkv.service.leases import Leases
+from tierkv.service.assembly import Parts
+from tierkv.service.attend import compute
 from tierkv.service.lifecycle import Lifecycle
-from tierkv.service.namespaces import Namespaces
-from tierkv.tiers.arena import Arena
 from tierkv.tiers.entry import split_hashes
 
 log = logging.getLogger(__name__)
@@ -58,26 +54,20 @@ class Sessions:
 
     def __init__(
         self,
-        *,
-        engine: Engine,
-        leases: Leases,
-        namespaces: Namespaces,
-        attention: Attention,
-        arena: Arena,
+        parts: Parts,
         lifecycle: Lifecycle,
         status: Callable[[], dict[str, Any]],
-        checkpoint: Callable[[], Any],
         observer: Observer,
     ) -> None:
-        self._engine = engine
-        self._planner: Planner = engine.planner
-        self._leases = leases
-        self._namespaces = namespaces
-        self._attention = attention
-        self._arena = arena
+        self._engine = parts.engine
+        self._planner = parts.planner
+        self._leases = parts.leases
+        self._namespaces = parts.namespaces
+        self._attention = parts.attention
+        self._checkpointer = parts.checkpointer
+        self._arena = parts.arenas[Tier.DEVICE]
         self._lifecycle = lifecycle
         self._status = status
-        self._checkpoint = checkpoint
         self._observer = observer
         self._sessions: dict[Connection, Session] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -303,7 +293,7 @@ class Sessions:
     async def _flush(self, done: Callable[[m.Message | TierkvError], None]) -> None:
         try:
             await self._engine.everything_written()
-            await self._checkpoint()
+            await self._checkpointer.run()
         except TierkvError as error:
             done(error)
         except OSError as error:

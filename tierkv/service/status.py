@@ -12,7 +12,6 @@ from tierkv_wal import WalWriter
 from tierkv import __version__
 from tierkv.config.schema import Config
 from tierkv.core.ids import Tier
-from tierkv.core.planner import Planner
 from tierkv.obs.status import (
     CheckpointStatus,
     NamespaceStatus,
@@ -23,9 +22,8 @@ from tierkv.obs.status import (
     TierStatus,
     WalStatus,
 )
-from tierkv.service.checkpoint import Checkpointer
+from tierkv.service.assembly import Parts
 from tierkv.service.lifecycle import Lifecycle
-from tierkv.service.namespaces import Namespaces
 from tierkv.service.recovery import RecoveryReport
 from tierkv.service.sessions import Sessions
 
@@ -36,18 +34,16 @@ class StatusReader:
 
     config: Config
     lifecycle: Lifecycle
-    planner: Planner
-    namespaces: Namespaces
     writer: WalWriter
-    checkpointer: Checkpointer
     report: RecoveryReport
+    parts: Parts
     started: float
     sessions: Sessions | None = None
 
     def document(self) -> StatusDocument:
         """The daemon as it is now."""
-        state = self.planner.state
-        counters = self.planner.placement.counters
+        state = self.parts.planner.state
+        counters = self.parts.planner.placement.counters
         return StatusDocument(
             version=__version__,
             state=self.lifecycle.state.value,
@@ -77,31 +73,31 @@ class StatusReader:
             ),
             recovery=_recovery(self.report),
             checkpoint=CheckpointStatus(
-                lsn=self.checkpointer.last_lsn, age_s=self.checkpointer.age_s
+                lsn=self.parts.checkpointer.last_lsn, age_s=self.parts.checkpointer.age_s
             ),
         )
 
     def _tier(self, tier: Tier) -> TierStatus:
-        state = self.planner.state
+        state = self.parts.planner.state
         capacity = state.budgets[tier]
         used = state.used_bytes(tier)
         blocks = sum(slots.used_count for (of, _), slots in state.slots.items() if of is tier)
-        paused = tier is Tier.DISK and self.planner.placement.disk_paused
+        paused = tier is Tier.DISK and self.parts.planner.placement.disk_paused
         return TierStatus(
             capacity_bytes=capacity,
             used_bytes=used,
             blocks=blocks,
             free_ratio=(capacity - used) / capacity if capacity else 0.0,
-            evictable_blocks=self.planner.placement.evictable(tier),
+            evictable_blocks=self.parts.planner.placement.evictable(tier),
             state="failed" if paused else "ok" if capacity else "off",
         )
 
     def _namespaces(self) -> list[NamespaceStatus]:
-        state = self.planner.state
+        state = self.parts.planner.state
         found = []
         for namespace, entry in state.namespaces.items():
             shape = state.pools[entry.pool]
-            spec = self.namespaces.spec(namespace)
+            spec = self.parts.namespaces.spec(namespace)
             found.append(
                 NamespaceStatus(
                     id=namespace,

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from tierkv.core.ids import I64, U32, U64, Tier
-from tierkv.core.placement import BlockEntries
+from tierkv.core.slot_tables import BlockEntries
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.entry import make_entries
 
 
 class ArenaTables:
-    """``core.placement.SlotTables`` over the arenas of the RAM tiers.
+    """``core.slot_tables.SlotTables`` over the arenas of the RAM tiers.
 
     ``before_change`` makes the log say that slots were freed before their entries change.
 

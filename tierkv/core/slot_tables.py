@@ -1,0 +1,50 @@
+"""What a RAM slot's entry says beside the payload, and where the core writes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tierkv.core.ids import I64, U32, U64, Tier
+
+
+@dataclass(frozen=True)
+class BlockEntries:
+    """Identity of sealed blocks, one row each: what a slot's entry holds beside its payload.
+
+    All u64 [n], but ``tokens`` u32 [n, block_tokens]. ``extras``: digests of the extra keys.
+    """
+
+    namespace: int
+    ids: U64
+    parents: U64
+    hash_hi: U64
+    hash_lo: U64
+    sum_hi: U64
+    sum_lo: U64
+    extras: U64
+    tokens: U32
+
+
+class SlotTables(Protocol):
+    """The entries beside RAM slots: which block a slot holds, with its tokens."""
+
+    def tokens(self, tier: Tier, pool: int, slots: I64) -> U32:
+        """Token ids of the blocks in the slots, shape [n, block_tokens]."""
+        ...
+
+    def extras(self, tier: Tier, pool: int, slots: I64) -> U64:
+        """Digests of the blocks' extra keys, shape [n]."""
+        ...
+
+    def fill(self, tier: Tier, pool: int, slots: I64, entries: BlockEntries) -> None:
+        """Write the entries of sealed blocks."""
+        ...
+
+    def open(self, tier: Tier, pool: int, slots: I64, ids: U64) -> None:
+        """Write the entries of blocks that are being filled: an id, no checksum yet."""
+        ...
+
+    def punch(self, tier: Tier, pool: int, slots: I64) -> None:
+        """Give the memory of freed slots back, because another pool needs the budget."""
+        ...

@@ -1,0 +1,131 @@
+"""Builds the daemon's object graph, once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from tierkv.config.schema import Config
+from tierkv.core.counters import Counters
+from tierkv.core.effects import Move
+from tierkv.core.ids import Tier
+from tierkv.core.placement import Placement
+from tierkv.core.planner import RECORDS_PER_BLOCK_MAX, Limits, Planner
+from tierkv.core.policy import Lru
+from tierkv.service.attend import Attention
+from tierkv.service.checkpoint import Checkpointer
+from tierkv.service.engine import Engine
+from tierkv.service.journal import Journal
+from tierkv.service.leases import Leases
+from tierkv.service.namespaces import Namespaces
+from tierkv.service.recovery import Recovered, unverified_rows
+from tierkv.tiers.arena import Arena
+from tierkv.tiers.disk import DiskTier
+from tierkv.tiers.mover import Mover
+from tierkv.tiers.tables import ArenaTables
+
+
+class Hooks(Protocol):
+    """Who wants to know what the parts do. Durations in seconds."""
+
+    def synced(self, seconds: float) -> None:
+        """The log was synced."""
+
+    def checkpointed(self, seconds: float) -> None:
+        """A checkpoint was made."""
+
+    def moved(self, move: Move, seconds: float) -> None:
+        """A move was carried out."""
+
+    def log_died(self, error: Exception) -> None:
+        """The log failed: the process must end."""
+
+    def broken(self, error: BaseException) -> None:
+        """Our own code failed: the process must end."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What serves requests, ready to run."""
+
+    journal: Journal
+    planner: Planner
+    engine: Engine
+    checkpointer: Checkpointer
+    leases: Leases
+    namespaces: Namespaces
+    attention: Attention
+    arenas: Mapping[Tier, Arena]
+    disk: DiskTier | None
+
+    async def close(self) -> None:
+        """End all threads; the log is written and synced."""
+        await self.engine.close()
+        self.attention.close()
+        self.checkpointer.close()
+        self.journal.close()
+
+
+def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Hooks) -> Parts:
+    """Build everything on what recovery left. Call on the event loop."""
+    state, arenas = recovered.state, recovered.arenas
+    power = config.wal.durability == "power"
+    journal = Journal(
+        state,
+        recovered.writer,
+        config.wal.durability,
+        config.wal.none_flush_s,
+        hooks.log_died,
+        hooks.synced,
+    )
+    placement = Placement(
+        state,
+        ArenaTables(arenas, journal.write_freed),
+        {tier: Lru() for tier in Tier},
+        journal.commit,
+        counters,
+    )
+    placement.doubt.mark(unverified_rows(state))
+    placement.list_all()
+    planner = Planner(state, placement, _limits(config, recovered))
+    engine = Engine(
+        planner,
+        journal,
+        Mover(arenas, recovered.disk, durable_writes=power),
+        write_through=config.disk.write == "through",
+        durable_seal=power,
+        queue_blocks=config.disk.queue_blocks,
+    )
+    engine.on_move = hooks.moved
+    engine.on_broken = hooks.broken
+    checkpointer = Checkpointer(
+        state,
+        recovered.specs,
+        journal,
+        recovered.writer,
+        recovered.disk,
+        recovered.index,
+        recovered.checkpoint_lsn,
+    )
+    checkpointer.on_done = hooks.checkpointed
+    namespaces = Namespaces(planner, arenas, recovered.disk, recovered.specs)
+    return Parts(
+        journal=journal,
+        planner=planner,
+        engine=engine,
+        checkpointer=checkpointer,
+        leases=Leases(planner, config.server.grace_s),
+        namespaces=namespaces,
+        attention=Attention(planner, namespaces, arenas, config.attend.threads),
+        arenas=arenas,
+        disk=recovered.disk,
+    )
+
+
+def _limits(config: Config, recovered: Recovered) -> Limits:
+    """What the configuration grants, and one request's records fit one frame of the log."""
+    blocks_max = recovered.writer.append_records_max // RECORDS_PER_BLOCK_MAX
+    return Limits(
+        config.server.sequences_max, min(config.server.blocks_per_request_max, blocks_max)
+    )
