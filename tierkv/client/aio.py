@@ -64,7 +64,7 @@ class Connecting:
     async def __aenter__(self) -> Client:
         return await self._open()
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._client.close()
 
     async def _open(self) -> Client:
@@ -128,7 +128,7 @@ class Client:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
     # --- driving verbs ----------------------------------------------------------------------------
@@ -374,7 +374,7 @@ class Sequence(SequenceViews):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.end()
 
 

@@ -124,7 +124,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     # --- driving verbs ----------------------------------------------------------------------------
@@ -396,7 +396,7 @@ class Sequence(SequenceViews):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.end()
 
 
