@@ -27,7 +27,7 @@ class DemoDaemon:
     """
 
     def __init__(self, device_bytes: int, host_bytes: int, disk_bytes: int) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="tierkv-demo-"))
+        self.folder = Path(tempfile.mkdtemp(prefix=_own_prefix()))
         self.arenas = _arena_folder(self.folder, device_bytes + host_bytes)
         self.socket = str(self.folder / "tierkv.sock")
         self._log = self.folder / "daemon.log"
@@ -108,8 +108,13 @@ class DemoDaemon:
         return lines[-1] if lines else "it said nothing"
 
 
+def _own_prefix() -> str:
+    """Names the process that a folder belongs to, should it be killed before it can clear up."""
+    return f"tierkv-demo-{os.getpid()}-"
+
+
 def _arena_folder(folder: Path, needed_bytes: int) -> Path:
     """A folder on tmpfs if that has room to spare, else one beside everything else."""
     if SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free > 2 * needed_bytes:
-        return Path(tempfile.mkdtemp(prefix="tierkv-demo-", dir=SHM))
+        return Path(tempfile.mkdtemp(prefix=_own_prefix(), dir=SHM))
     return folder / "arenas"
