@@ -108,7 +108,7 @@ class Server(_Section, frozen=True):
     ] = ()
     grace_s: Annotated[
         float,
-        _duration("How long the leases of a killed daemon's workers wait for them to return.", 0),
+        _duration("How long leases that outlived a daemon wait for their workers to return.", 0),
     ] = 10.0
     connections_max: Annotated[int, _count("Connections at once.")] = 1024
     message_bytes_max: Annotated[int, _size("Largest message of a worker.", 64 * KiB)] = 16 * MiB
