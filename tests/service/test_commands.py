@@ -50,7 +50,7 @@ def test_status_as_json(daemon: Daemon) -> None:
 def test_status_without_a_daemon(tmp_path: Path) -> None:
     done = run_cli("status", "--socket", str(tmp_path / "nobody"))
     assert (done.returncode, done.stdout) == (UNREACHABLE, "")
-    assert "no daemon answers" in done.stderr
+    assert f"no daemon serves on {tmp_path / 'nobody'}: " in done.stderr
     assert "tierkv serve" in done.stderr
 
 

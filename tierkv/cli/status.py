@@ -74,9 +74,7 @@ def _ask(socket: str) -> dict[str, Any]:
                 f"the daemon does not answer yet, it may be recovering ({socket}); try again"
             ) from error
         reason = f"{socket}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        raise Unavailable(
-            f"no daemon answers: {reason}; another one's socket is named by --socket"
-        ) from error
+        raise Unavailable(f"{reason}; name another daemon's socket by --socket") from error
 
 
 def _somebody_listens(error: Exception) -> bool:
