@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -110,12 +109,7 @@ class Daemon:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._end(signal.SIGTERM if self._bench.profile else signal.SIGKILL)
         for folder in (self.state, self._run, self.arenas):
             shutil.rmtree(folder, ignore_errors=True)

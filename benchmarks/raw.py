@@ -38,7 +38,7 @@ class RawLog:
         os.posix_fallocate(self._fd, 0, self._size_bytes)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc: object) -> None:
         os.close(self._fd)
         self._path.unlink()
 
@@ -74,7 +74,7 @@ class RawFile:
         os.posix_fallocate(self._fd, 0, self._size_bytes)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc: object) -> None:
         os.close(self._fd)
         self._path.unlink()
 

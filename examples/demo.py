@@ -119,7 +119,7 @@ class _Demo:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.disconnect()
 
     def choose_prompts(self, document_tokens: int) -> None:

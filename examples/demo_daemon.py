@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import tierkv
@@ -99,12 +98,7 @@ class DemoDaemon:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.kill()
         shutil.rmtree(self.arenas, ignore_errors=True)
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -12,7 +12,6 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -29,7 +28,7 @@ from tierkv.core.policy import Lru
 from tierkv.core.prefix import chain_hashes
 from tierkv.core.spec import TOKEN_ID_MAX, KVSpec
 from tierkv.core.state import PoolShape, State
-from tierkv.errors import InvalidArgument, PoolExhausted
+from tierkv.errors import CorruptionError, InvalidArgument, PoolExhausted
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.entry import checksum, split_hashes
@@ -134,7 +133,8 @@ class KVCacheManager:
     def block_table(self, sequence: int) -> U32:
         """Device slots of the sequence's blocks, shape [n]; valid until another sequence is used.
 
-        Raises PoolExhausted if they cannot all be brought into the device tier.
+        Raises PoolExhausted if they cannot all be brought into the device tier, CorruptionError if
+        one is lost: the sequence then has the ``tokens`` before it, and may be used again.
         """
         return self._use(sequence)
 
@@ -175,12 +175,7 @@ class KVCacheManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     # --- parts ------------------------------------------------------------------------------------
@@ -211,7 +206,11 @@ class KVCacheManager:
         self._known(sequence)
         self._tokens.move_to_end(sequence)
         planner = self._planner
-        view = self._with_room(sequence, lambda: planner.resume(self._lease, sequence))
+        try:
+            view = self._with_room(sequence, lambda: planner.resume(self._lease, sequence))
+        except CorruptionError as error:
+            del self._tokens[sequence][error.details["blocks"] * self.spec.block_tokens :]
+            raise
         return view.slots
 
     def _with_room(self, sequence: int, flow: Callable[[], Flow[T]]) -> T:

@@ -15,7 +15,7 @@ import xxhash
 
 from tests.rpc.serving import Serving
 from tierkv.core.spec import KVSpec, slot_stride
-from tierkv.errors import NamespaceMismatch, PoolExhausted, UnknownSequence
+from tierkv.errors import CorruptionError, NamespaceMismatch, PoolExhausted, UnknownSequence
 from tierkv.rpc import messages as m
 from tierkv.rpc.connection import Connection
 
@@ -60,6 +60,8 @@ class FakeDaemon:
         """The same, after they are executed and before the reply."""
         self.silent: list[type] = []
         """Verbs whose next arrival is never answered."""
+        self.lost_block: int | None = None
+        """The block that the next resume finds damaged."""
         self.limits = None
         self.serving: Serving | None = None
         self.keep_leases = False
@@ -272,6 +274,12 @@ class FakeDaemon:
 
     def resume(self, lease, message, connection) -> m.Table:
         held = self.find(lease, message.sequence)
+        if self.lost_block is not None:
+            kept, self.lost_block = self.lost_block, None
+            self.drop(held.slots[kept:])
+            del held.slots[kept:]
+            held.sealed = min(held.sealed, kept)
+            raise CorruptionError("a block is lost", blocks=kept)
         if held.suspended:
             held.suspended = False
             pool = self.pool(self.specs[held.namespace])

@@ -13,6 +13,7 @@ import tierkv
 from tests.client.fake_daemon import SLOTS
 from tests.client.test_sync import PROMPT, fill
 from tests.rpc.serving import WAIT_S
+from tierkv.client.sequences import SequenceCore
 from tierkv.errors import InvalidArgument, LeaseLost, Unavailable
 from tierkv.rpc import messages as m
 
@@ -37,6 +38,26 @@ def test_a_sequence_outlives_the_daemon(daemon, client, ns):
     assert ns.pool is pool
     hello = [r for r in daemon.requests if isinstance(r, m.Hello)][-1]
     assert len(hello.token) == 16
+
+
+@pytest.mark.parametrize("keep_leases", [True, False])
+def test_a_sequence_may_end_while_another_call_attaches(
+    daemon, client, ns, monkeypatch, keep_leases
+):
+    sequences = [ns.begin([]) for _ in range(3)]
+    lose = SequenceCore.lose
+
+    def lose_while_another_thread_ends_all(core):
+        lose(core)
+        client._core.end([sequence._core for sequence in sequences])
+
+    monkeypatch.setattr(SequenceCore, "lose", lose_while_another_thread_ends_all)
+    daemon.stop(keep_leases=keep_leases)
+    for lease in daemon.leases.values():
+        lease.sequences.clear()
+    daemon.start()
+    assert client.stat()["epoch"] == 2
+    assert all(sequence._core.ended for sequence in sequences)
 
 
 def test_a_call_waits_for_the_daemon(daemon, client, ns):

@@ -21,6 +21,7 @@ from tierkv.config.resolve import Environment, Space, resolve
 from tierkv.config.schema import Config
 from tierkv.core.prefix import chain_hashes
 from tierkv.errors import (
+    CorruptionError,
     InvalidArgument,
     LimitExceeded,
     PoolExhausted,
@@ -179,6 +180,30 @@ def test_suspend_and_resume_move_the_slots(ns):
         assert sequence.block_table[1] != before[1]
         assert (ns.pool[sequence.block_table[1], :16] == ns.pool[before[1], :16]).all()
         fill(ns, sequence, PROMPT[6:8])
+
+
+def test_a_sequence_that_lost_a_block_keeps_those_before_it(daemon, ns):
+    with ns.begin([]) as sequence:
+        fill(ns, sequence, PROMPT)
+        first = sequence.block_table[0]
+        sequence.suspend()
+        daemon.lost_block = 1
+        with pytest.raises(CorruptionError):
+            sequence.resume()
+        assert sequence.suspended
+        assert sequence.tokens.tolist() == PROMPT[:4]
+        sequence.resume()
+        assert sequence.block_table.tolist() == [first]
+        fill(ns, sequence, [7] * 7)
+        assert sequence.tokens.tolist() == PROMPT[:4] + [7] * 7
+        sequence.suspend()
+        daemon.lost_block = 2  # the partial one
+        with pytest.raises(CorruptionError):
+            sequence.resume()
+        assert sequence.num_tokens == 8
+        sequence.resume()
+        fill(ns, sequence, [8] * 4)
+    assert ns.lookup([*PROMPT[:4], *[7] * 4, *[8] * 4]).tokens == 12
 
 
 def test_extra_keys_make_other_blocks(daemon, ns):

@@ -78,9 +78,12 @@ def test_values_of_every_kind(
     assert (config.metrics.tcp, config.metrics.socket) == ("", "")
 
 
-def test_text_from_the_environment_is_read_like_the_file(make_environment: MakeEnvironment) -> None:
+@pytest.mark.parametrize("uids", ["0, 1000", "[0, 1000]"])
+def test_text_from_the_environment_is_read_like_the_file(
+    make_environment: MakeEnvironment, uids: str
+) -> None:
     variables = {
-        "TIERKV_SERVER__ALLOWED_UIDS": "0, 1000",
+        "TIERKV_SERVER__ALLOWED_UIDS": uids,
         "TIERKV_SERVER__CONNECTIONS_MAX": "5",
         "TIERKV_DEVICE__BYTES": "",
         "TIERKV_METRICS__SOCKET": "auto",

@@ -32,7 +32,6 @@ def test_root_gets_the_system_directories(make_environment: MakeEnvironment) -> 
     assert config.metrics.socket == "/run/tierkv/metrics.sock"
     assert config.disk.dir == "/var/lib/tierkv/data"
     assert config.arena.dir.startswith("/dev/shm/tierkv-")
-    assert config.server.allowed_uids == (0,)
 
 
 def test_a_user_gets_directories_of_his_own(make_environment: MakeEnvironment) -> None:
@@ -40,7 +39,6 @@ def test_a_user_gets_directories_of_his_own(make_environment: MakeEnvironment) -
     config = resolve(Config(), make_environment(uid=7, variables=variables))
     assert config.server.socket == "/run/user/7/tierkv/tierkv.sock"
     assert config.server.state_dir == "/state/tierkv"
-    assert config.server.allowed_uids == (0, 7)
 
 
 def test_a_user_without_xdg_directories(make_environment: MakeEnvironment) -> None:

@@ -371,6 +371,30 @@ def test_a_disk_that_refuses_to_be_read_costs_a_hit_and_no_block() -> None:
     check_invariants(world.state)
 
 
+def test_one_block_that_cannot_be_read_does_not_cost_those_before_it() -> None:
+    world = World(4, 0, 16)
+    world.store(1, TOKENS[:16])
+    unreadable = world.state.blocks.id[world.planner.sequence(world.lease, 1).rows[2]]
+    released(world, 1)
+    world.store(2, [7] * 16)
+    released(world, 2)
+
+    def refuse(effect: Effect) -> object:
+        if isinstance(effect, Move) and effect.source is Tier.DISK and unreadable in effect.ids:
+            raise TierFailed("input/output error")
+        return world.tiers.perform(effect)
+
+    chain = world.chain(TOKENS[:16])
+    assert world.planner.lookup(world.namespace, chain.hi, chain.lo) == (0, 0, 4)
+    acquire = world.planner.acquire(world.lease, world.namespace, 3, chain)
+    view = run_inline(acquire, refuse)
+    assert [world.payload(view.slots, at) for at in range(len(view.slots))] == [
+        repr(TOKENS[:4]).encode(),
+        repr(TOKENS[:8]).encode(),
+    ]
+    check_invariants(world.state)
+
+
 def test_the_end_of_a_lease_leaves_no_reference() -> None:
     world = World(8, 0, 0)
     other = world.planner.open_lease(b"u" * 16, 5, 6, 7).id

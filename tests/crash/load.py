@@ -8,7 +8,6 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from tests.crash.daemon import ROOT, Daemon, python_environment
@@ -93,12 +92,7 @@ class Load:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         for worker in self._workers:
             _end(worker)
 

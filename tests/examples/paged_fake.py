@@ -21,7 +21,7 @@ class FakeCache:
     def __enter__(self) -> FakeCache:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc: object) -> None:
         return None
 
     def namespace(self, spec: KVSpec) -> FakeNamespace:

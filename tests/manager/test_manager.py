@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tierkv.core.invariants import check_invariants
 from tierkv.core.spec import KVSpec
-from tierkv.errors import InvalidArgument, PoolExhausted
+from tierkv.errors import CorruptionError, InvalidArgument, PoolExhausted
 from tierkv.manager import Fill, KVCacheManager
 
 SPEC = KVSpec(model="test", layers=2, kv_heads=1, head_dim=8, dtype="float32", block_tokens=16)
@@ -103,6 +104,24 @@ def test_without_a_lower_tier_a_full_pool_is_an_error_that_changes_nothing() -> 
         assert is_right(manager, first, prompt)
 
 
+def test_a_sequence_that_lost_a_block_keeps_the_tokens_before_it(tmp_path: Path) -> None:
+    prompt, other = list(range(40)), [7] * 48
+    with KVCacheManager(SPEC, device_blocks=3, disk_blocks=9, directory=tmp_path) as manager:
+        first = manager.begin_sequence(prompt, pattern(prompt))
+        manager.begin_sequence(other, pattern(other))
+        (segment,) = tmp_path.rglob("*.seg")
+        content = bytearray(segment.read_bytes())
+        content[content.index(expected(prompt, 1).tobytes())] ^= 1
+        segment.write_bytes(content)
+        with pytest.raises(CorruptionError):
+            manager.block_table(first)
+        assert manager.tokens(first) == prompt[:16]
+        longer = prompt[:16] + [9] * 20
+        manager.append_tokens(first, longer[16:], pattern(longer))
+        assert is_right(manager, first, longer)
+        check_invariants(manager.state)
+
+
 def test_token_ids_of_any_size_are_told_apart() -> None:
     with KVCacheManager(SPEC, device_blocks=8) as manager:
         manager.begin_sequence([256] * 16)
@@ -125,9 +144,7 @@ def test_bad_input_is_named() -> None:
         bad(lambda: manager.end_sequence(9), "no sequence 9")
 
 
-def test_nothing_is_left_behind(tmp_path: object) -> None:
-    with KVCacheManager(SPEC, device_blocks=2, disk_blocks=2, directory=str(tmp_path)) as manager:
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    with KVCacheManager(SPEC, device_blocks=2, disk_blocks=2, directory=tmp_path) as manager:
         manager.begin_sequence([1] * 16)
-    from pathlib import Path
-
-    assert list(Path(str(tmp_path)).iterdir()) == []
+    assert list(tmp_path.iterdir()) == []

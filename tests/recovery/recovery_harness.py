@@ -98,9 +98,7 @@ def config_of(folder: Path, **settings: Any) -> schema.Config:
     }
     sizes = {tier: count * slot_bytes(tier, SHAPE) for tier, count in blocks.items()}
     return schema.Config(
-        server=schema.Server(
-            socket=str(folder / "socket"), state_dir=str(folder / "state"), allowed_uids=(0,)
-        ),
+        server=schema.Server(socket=str(folder / "socket"), state_dir=str(folder / "state")),
         device=schema.Device(sizes[Tier.DEVICE]),
         host=schema.Host(sizes[Tier.HOST]),
         arena=schema.Arena(str(settings.get("arena_dir", folder / "arena"))),

@@ -198,7 +198,7 @@ class Daemon:
     def __enter__(self) -> Daemon:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()

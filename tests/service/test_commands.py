@@ -145,7 +145,7 @@ class Damage:
     def __enter__(self) -> None:
         self._flip()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._flip()
 
 

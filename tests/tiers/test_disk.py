@@ -133,7 +133,7 @@ def test_blocks_come_back_as_they_were(
     assert result.intact.all()
     assert result.error is None
     back = u32(3, 5, 4)
-    assert disk.read(POOL, slots, u64(11, 12, 13), arena, back).all()
+    assert disk.read(POOL, slots, u64(11, 12, 13), arena, back).ok.all()
     np.testing.assert_array_equal(arena.payload(POOL)[back], payload)
     np.testing.assert_array_equal(arena.table(POOL)[back], arena.table(POOL)[[0, 1, 2]])
 
@@ -147,7 +147,7 @@ def test_consecutive_slots_share_a_system_call_within_a_segment(
     assert disk.write(POOL, slots, arena, here).written.all()
     assert storage.calls.count("pwritev") == 4  # 1-2, 14-15, 16-18, 20
     back = here + np.uint32(8)
-    assert disk.read(POOL, slots, np.arange(1, 9, dtype=np.uint64), arena, back).all()
+    assert disk.read(POOL, slots, np.arange(1, 9, dtype=np.uint64), arena, back).ok.all()
     assert storage.calls.count("preadv") == 4
     np.testing.assert_array_equal(arena.payload(POOL)[8:16], arena.payload(POOL)[:8])
 
@@ -186,7 +186,7 @@ def test_long_token_lists_take_more_than_one_header_page(
         ids=u64(9), parents=8, hash_hi=1, hash_lo=2, tokens=tokens, length=4096, namespace=1
     )
     assert disk.write(0, u32(3), arena, u32(0)).written.all()
-    assert disk.read(0, u32(3), u64(9), arena, u32(1)).all()
+    assert disk.read(0, u32(3), u64(9), arena, u32(1)).ok.all()
     assert arena.table(0)["tokens"][1].tolist() == tokens[0].tolist()
     disk.close()
 
@@ -199,7 +199,7 @@ def test_an_unsealed_block_gets_a_checksum_on_its_way(
     result = disk.write(POOL, u32(0, 1), arena, u32(0, 1))
     sums = list(zip(result.sum_hi.tolist(), result.sum_lo.tolist(), strict=True))
     assert sums == [checksum(block) for block in payload]
-    assert disk.read(POOL, u32(0, 1), u64(1, 2), arena, u32(5, 6)).all()
+    assert disk.read(POOL, u32(0, 1), u64(1, 2), arena, u32(5, 6)).ok.all()
     assert verify_blocks(arena, POOL, u32(5, 6), u64(1, 2)).all()
 
 
@@ -215,7 +215,7 @@ def test_blocks_outlive_the_process_and_segments_are_found_again(
     second = open_disk()
     assert sorted(os.listdir(data)) == ["03-00000000.seg", "03-00000002.seg", "unrelated"]
     assert (data / "03-00000002.seg").stat().st_size == 8 * SLOT_BYTES
-    assert second.read(POOL, u32(0, 39), u64(1, 2), arena, u32(2, 3)).all()
+    assert second.read(POOL, u32(0, 39), u64(1, 2), arena, u32(2, 3)).ok.all()
 
 
 @settings(max_examples=25, deadline=None)
@@ -249,7 +249,7 @@ def test_any_batches_of_any_sizes_come_back(
     )
     assert disk.write(0, np.array(slots, np.uint32), arena, here).written.all()
     back = here + np.uint32(width)
-    assert disk.read(0, np.array(slots, np.uint32), ids, arena, back).all()
+    assert disk.read(0, np.array(slots, np.uint32), ids, arena, back).ok.all()
     np.testing.assert_array_equal(arena.payload(0)[back], payload)
     assert [slot for slot, _ in disk.scan(0)] == sorted(slots)
     disk.close()
@@ -285,7 +285,7 @@ def test_another_block_in_the_slot_is_not_served(
     disk = open_disk()
     put_blocks(arena, POOL, [0, 1], [1, 2])
     disk.write(POOL, u32(0, 1), arena, u32(0, 1))
-    assert disk.read(POOL, u32(0, 1), u64(1, 99), arena, u32(0, 1)).tolist() == [True, False]
+    assert disk.read(POOL, u32(0, 1), u64(1, 99), arena, u32(0, 1)).ok.tolist() == [True, False]
     assert arena.table(POOL)["id"][:2].tolist() == [1, 0]
 
 
@@ -301,12 +301,12 @@ def test_a_flipped_bit_anywhere_in_header_or_payload_is_found(
         file.seek(SLOT_BYTES + position)
         file.write(bytes([old ^ 1 << bit]))
         file.flush()
-        good = disk.read(POOL, u32(0, 1, 2), u64(1, 2, 3), arena, u32(5, 6, 7))
+        good = disk.read(POOL, u32(0, 1, 2), u64(1, 2, 3), arena, u32(5, 6, 7)).ok
         file.seek(SLOT_BYTES + position)
         file.write(bytes([old]))
     assert good.tolist() == [True, False, True]
     assert arena.table(POOL)["id"][5:8].tolist() == [1, 0, 3]
-    assert disk.read(POOL, u32(1), u64(2), arena, u32(6)).all()
+    assert disk.read(POOL, u32(1), u64(2), arena, u32(6)).ok.all()
 
 
 @pytest.fixture(scope="module")
@@ -342,21 +342,21 @@ def test_a_truncated_segment_costs_only_what_is_gone(
     put_blocks(arena, POOL, [0, 1], [1, 2])
     disk.write(POOL, u32(0, 1), arena, u32(0, 1))
     os.truncate(data / "03-00000000.seg", kept_bytes)
-    good = disk.read(POOL, u32(0, 1, 2), u64(1, 2, 3), arena, u32(4, 5, 6))
+    good = disk.read(POOL, u32(0, 1, 2), u64(1, 2, 3), arena, u32(4, 5, 6)).ok
     assert good.tolist() == [kept_bytes >= SLOT_BYTES, False, False]
     # Not even where the missing bytes happen to be in memory already.
-    assert not disk.read(POOL, u32(1), u64(2), arena, u32(1)).any()
+    assert not disk.read(POOL, u32(1), u64(2), arena, u32(1)).ok.any()
     put_blocks(arena, POOL, [1], [2])
     assert disk.read_errors == 0
     again = open_disk()
     assert again.write(POOL, u32(1), arena, u32(1)).written.all()
     assert (data / "03-00000000.seg").stat().st_size == 16 * SLOT_BYTES
-    assert again.read(POOL, u32(1), u64(2), arena, u32(5)).all()
+    assert again.read(POOL, u32(1), u64(2), arena, u32(5)).ok.all()
 
 
 def test_a_slot_without_a_segment_is_a_miss(arena: Arena, open_disk: OpenDisk) -> None:
     disk = open_disk()
-    assert disk.read(POOL, u32(0, 39), u64(1, 2), arena, u32(0, 1)).tolist() == [False, False]
+    assert disk.read(POOL, u32(0, 39), u64(1, 2), arena, u32(0, 1)).ok.tolist() == [False, False]
     assert disk.headers(POOL, u32(0, 39))[1].tolist() == [False, False]
     assert list(disk.scan(POOL)) == []
 
@@ -368,10 +368,16 @@ def test_a_bad_sector_costs_one_block_of_a_batch(
     put_blocks(arena, POOL, [0, 1, 2], [1, 2, 3])
     disk.write(POOL, u32(0, 1, 2), arena, u32(0, 1, 2))
     storage.refuse_offset = SLOT_BYTES + 5000
-    good = disk.read(POOL, u32(0, 1, 2), u64(1, 2, 3), arena, u32(4, 5, 6))
-    assert good.tolist() == [True, False, True]
+    result = disk.read(POOL, u32(0, 1, 2), u64(1, 2, 3), arena, u32(4, 5, 6))
+    assert result.ok.tolist() == [True, False, True]
+    assert isinstance(result.error, TierFailed)
+    assert "03-00000000.seg: [Errno 5] bad sector" in result.error.message
     assert disk.read_errors == 2  # the batch, then the block alone
     assert verify_blocks(arena, POOL, u32(4, 6), u64(1, 3)).all()
+    storage.refuse_offset = None
+    result = disk.read(POOL, u32(0, 1, 2), u64(1, 2, 3), arena, u32(4, 5, 6))
+    assert result.ok.all()
+    assert result.error is None
 
 
 # --- full and failing file systems ----------------------------------------------------------------
@@ -389,7 +395,7 @@ def test_a_full_file_system_is_reported_and_earlier_blocks_stay_readable(
     assert result.written.tolist() == [True, False, True]
     assert result.intact.all()
     assert os.listdir(mounted / "data") == ["03-00000000.seg"]
-    assert disk.read(POOL, u32(0, 1), u64(1, 3), arena, u32(4, 5)).all()
+    assert disk.read(POOL, u32(0, 1), u64(1, 3), arena, u32(4, 5)).ok.all()
     assert disk.write(POOL, u32(2), arena, u32(1)).written.all()
 
 
@@ -412,7 +418,7 @@ def test_a_failed_write_is_a_typed_error_and_can_be_tried_again(
     assert result.written.tolist() == [False]
     storage.refuse = {}
     assert disk.write(POOL, u32(0), arena, u32(0)).written.all()
-    assert disk.read(POOL, u32(0), u64(1), arena, u32(1)).all()
+    assert disk.read(POOL, u32(0), u64(1), arena, u32(1)).ok.all()
 
 
 def test_a_directory_that_cannot_be_made_is_a_typed_error(tmp_path: Path) -> None:
@@ -547,7 +553,7 @@ def test_threads_write_and_read_at_the_same_time(
         slots = np.arange(part, 160, 4, dtype=np.uint32)
         result = disk.write(POOL, slots, arena, slots)
         disk.sync()
-        good = disk.read(POOL, slots, slots.astype(np.uint64) + 1, arena, slots + np.uint32(160))
+        good = disk.read(POOL, slots, slots.astype(np.uint64) + 1, arena, slots + np.uint32(160)).ok
         return result.error is None and bool(result.written.all() and good.all())
 
     with ThreadPoolExecutor(4) as pool:

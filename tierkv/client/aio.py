@@ -64,7 +64,7 @@ class Connecting:
     async def __aenter__(self) -> Client:
         return await self._open()
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._client.close()
 
     async def _open(self) -> Client:
@@ -128,7 +128,7 @@ class Client:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
     # --- driving verbs ----------------------------------------------------------------------------
@@ -326,9 +326,10 @@ async def _drive(steps: Steps[T], exchange: Callable[[Ask], Awaitable[Reply]]) -
 
 
 class Sequence(SequenceViews):
-    """A worker's block table. Ends with its ``async with`` block, or with the client.
+    """A worker's block table. Ends with its ``async with`` block, by ``end``, or with the client.
 
-    Calls on one sequence take turns.
+    One that is merely dropped keeps its blocks in the device tier until the client closes. Calls on
+    one sequence take turns.
     """
 
     def __init__(self, client: Client, core: SequenceCore) -> None:
@@ -362,7 +363,7 @@ class Sequence(SequenceViews):
             await self._client._run(self._core.suspend())
 
     async def resume(self) -> None:
-        """Bring the blocks back; the block table is another one."""
+        """Bring the blocks back. Raises CorruptionError as the blocking client does."""
         async with self._turn:
             await self._client._run(self._core.resume())
 
@@ -373,7 +374,7 @@ class Sequence(SequenceViews):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.end()
 
 
@@ -415,16 +416,11 @@ class Namespace(NamespaceViews):
 
         Computes in a thread here, or in the daemon.
         """
-        from tierkv.client import paged
-
-        options = {"scale": scale or 0.0, "causal": causal, "window": window, "softcap": softcap}
+        options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap}
         plan = self._plan(layer, q, sequences, seq_lens, q_indptr, **options)
         if where == "worker":
             return await asyncio.to_thread(self._paged.attend, layer, q, plan)
         if where != "daemon":
             raise InvalidArgument(f"where is {where!r}; it must be worker or daemon")
-        out, out_bytes = paged.empty_like_query(q, self._paged.dtype)
-        q_bytes = paged.query_bytes(q, self._paged.dtype)
         async with self._client._scratch:
-            await self._client._run(self._core.attend(plan, q_bytes, out_bytes))
-        return out.to(q.dtype)
+            return await self._client._run(self._paged.attend_in_daemon(q, plan))

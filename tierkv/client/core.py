@@ -105,14 +105,14 @@ class ClientCore:
         self.lease, self._token, self.epoch = welcome.lease, welcome.token, welcome.epoch
         self._lease_arena = arena
         if not resumed:
-            for sequence in self.sequences.values():
+            for sequence in list(self.sequences.values()):  # another thread may end some meanwhile
                 sequence.lose()
             self.sequences.clear()
             self.orphans.clear()
         for namespace in list(self.namespaces.values()):
             ask = namespace.ask_open
             if namespace.adopt(expect((yield ask), NamespaceOpened)):
-                for sequence in self.sequences.values():
+                for sequence in list(self.sequences.values()):
                     if sequence.namespace is namespace:
                         sequence.lose()
         unknown = self._reconcile(welcome.sequences)
@@ -127,7 +127,7 @@ class ClientCore:
             state = held.get(number)
             if state is None or not sequence.take_up(state):
                 sequence.lose()
-                del self.sequences[number]
+                self.sequences.pop(number, None)
         return [n for n in held if n not in self.sequences and n not in self.opening]
 
     # --- verbs ------------------------------------------------------------------------------------

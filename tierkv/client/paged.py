@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence as Items
-from typing import Any
 
 import numpy as np
 import tierkv_kernels
 import torch
 
+from tierkv.client.core import Steps
 from tierkv.client.namespaces import AttendPlan, NamespaceCore
 from tierkv.client.sequences import SequenceCore
 from tierkv.core.ids import U8
@@ -128,6 +128,13 @@ class PagedPool:
         )
         return out
 
+    def attend_in_daemon(self, q: torch.Tensor, plan: AttendPlan) -> Steps[torch.Tensor]:
+        """The same in the daemon's process: takes the scratch memory of the connection."""
+        out = torch.empty(q.shape, dtype=self.dtype)
+        stored = q.detach().to(self.dtype).contiguous()
+        yield from self._namespace.attend(plan, _bytes_of(stored), _bytes_of(out))
+        return out.to(q.dtype)
+
     def _kernel_plan(self, plan: AttendPlan) -> tierkv_kernels.Plan:
         """The kernels' plan of this step, kept for its other layers: it depends on lengths only.
 
@@ -159,7 +166,11 @@ class PagedPool:
         sequences: Items[SequenceCore],
         seq_lens: Items[int] | torch.Tensor | None,
         q_indptr: Items[int] | torch.Tensor | None,
-        **options: Any,
+        *,
+        scale: float | None,
+        causal: bool,
+        window: int,
+        softcap: float,
     ) -> AttendPlan:
         """Check an attention's arguments; query rows default to one per sequence, or all to one.
 
@@ -194,20 +205,17 @@ class PagedPool:
             lens.numpy().astype(np.uint32),
             np.array(rows, np.uint32),
             q.shape[1],
-            **options,
+            scale or 0.0,
+            causal,
+            window,
+            softcap,
         )
 
 
-def query_bytes(q: torch.Tensor, dtype: torch.dtype) -> U8:
-    """The bytes of ``q`` as ``dtype`` (u8 [n]); they may be ``q``'s own."""
-    found: U8 = q.detach().to(dtype).contiguous().view(-1).view(torch.uint8).numpy()
+def _bytes_of(tensor: torch.Tensor) -> U8:
+    """A contiguous tensor's own bytes (u8 [n])."""
+    found: U8 = tensor.view(-1).view(torch.uint8).numpy()
     return found
-
-
-def empty_like_query(q: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, U8]:
-    """A tensor of ``q``'s shape, and its bytes to fill."""
-    out = torch.empty(q.shape, dtype=dtype)
-    return out, out.view(-1).view(torch.uint8).numpy()
 
 
 def _integers(values: Items[int] | torch.Tensor) -> list[int]:

@@ -13,7 +13,7 @@ from tierkv.client.core import Steps, expect
 from tierkv.client.tokens import TokenIds, token_array
 from tierkv.core.ids import U8, U32, U64
 from tierkv.core.prefix import HASH_BYTES, chain_hashes
-from tierkv.errors import InvalidArgument, LeaseLost, ProtocolError
+from tierkv.errors import CorruptionError, InvalidArgument, LeaseLost, ProtocolError
 from tierkv.rpc.messages import (
     Done,
     Fork,
@@ -253,14 +253,7 @@ class SequenceCore:
             )
         # First here, then there: a daemon that cut already and died must not seem to have lost
         # blocks, and one that never hears of it only holds more than it needs.
-        blocks = -(-n_tokens // self.block_tokens)
-        self._tokens = self._tokens[: max(n_tokens, TOKENS_MIN)].copy()
-        self.num_tokens = n_tokens
-        self.writable_end = 0
-        self.sealed = min(self.sealed, n_tokens // self.block_tokens)
-        self._asked_to_seal = min(self._asked_to_seal, self.sealed)
-        del self._hashes[n_tokens // self.block_tokens * HASH_BYTES :]
-        self.table = self.table[:blocks]
+        self._cut(n_tokens)
 
         def ask() -> Request:
             self.require_active()
@@ -313,7 +306,10 @@ class SequenceCore:
         self.suspended = True
 
     def resume(self) -> Steps[None]:
-        """Bring the blocks back to the device tier, maybe into other slots."""
+        """Bring the blocks back to the device tier, maybe into other slots.
+
+        Raises CorruptionError if one is lost: the tokens before it stay, suspended.
+        """
         self.require_alive()
         if not self.suspended:
             return
@@ -322,9 +318,26 @@ class SequenceCore:
             self.require_alive()
             return Resume(self.number)
 
-        table = expect((yield ask), Table)
+        try:
+            table = expect((yield ask), Table)
+        except CorruptionError as error:
+            kept = error.details.get("blocks")
+            if isinstance(kept, int) and 0 <= kept < len(self.table):
+                self._cut(min(kept * self.block_tokens, self.num_tokens))
+            raise
         self.adopt(table.slots, table.sealed)
         self._asked_to_suspend = False
+
+    def _cut(self, n_tokens: int) -> None:
+        """Keep the first tokens and what belongs to them."""
+        full = n_tokens // self.block_tokens
+        self._tokens = self._tokens[: max(n_tokens, TOKENS_MIN)].copy()
+        self.num_tokens = n_tokens
+        self.writable_end = 0
+        self.sealed = min(self.sealed, full)
+        self._asked_to_seal = min(self._asked_to_seal, self.sealed)
+        del self._hashes[full * HASH_BYTES :]
+        self.table = self.table[: -(-n_tokens // self.block_tokens)]
 
     def _record(self, ids: U32) -> None:
         needed = self.num_tokens + len(ids)

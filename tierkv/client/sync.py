@@ -125,7 +125,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     # --- driving verbs ----------------------------------------------------------------------------
@@ -344,7 +344,10 @@ def _drive(steps: Steps[T], exchange: Callable[[Ask, float], Reply], deadline: f
 
 
 class Sequence(SequenceViews):
-    """A worker's block table. Ends with its ``with`` block, or with the client."""
+    """A worker's block table. Ends with its ``with`` block, by ``end``, or with the client.
+
+    One that is merely dropped keeps its blocks in the device tier until the client closes.
+    """
 
     def __init__(self, client: Client, core: SequenceCore) -> None:
         super().__init__(core)
@@ -380,7 +383,11 @@ class Sequence(SequenceViews):
         self._client._run(self._core.suspend())
 
     def resume(self) -> None:
-        """Bring the blocks back; the block table is another one."""
+        """Bring the blocks back; the block table is another one.
+
+        Raises CorruptionError if a block is lost: the sequence keeps the tokens before it (see
+        ``num_tokens``) and stays suspended. Resume it again and compute the rest anew, or end it.
+        """
         self._client._run(self._core.resume())
 
     def end(self) -> None:
@@ -390,7 +397,7 @@ class Sequence(SequenceViews):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.end()
 
 
@@ -440,15 +447,10 @@ class Namespace(NamespaceViews):
         of one. ``scale`` defaults to head_dim ** -0.5. Returns [T, q_heads, head_dim] in ``q``'s
         dtype.
         """
-        from tierkv.client import paged
-
-        options = {"scale": scale or 0.0, "causal": causal, "window": window, "softcap": softcap}
+        options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap}
         plan = self._plan(layer, q, sequences, seq_lens, q_indptr, **options)
         if where == "worker":
             return self._paged.attend(layer, q, plan)
         if where != "daemon":
             raise InvalidArgument(f"where is {where!r}; it must be worker or daemon")
-        out, out_bytes = paged.empty_like_query(q, self._paged.dtype)
-        q_bytes = paged.query_bytes(q, self._paged.dtype)
-        self._client._run(self._core.attend(plan, q_bytes, out_bytes))
-        return out.to(q.dtype)
+        return self._client._run(self._paged.attend_in_daemon(q, plan))

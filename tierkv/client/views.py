@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from tierkv.client.namespaces import NamespaceCore
+from tierkv.client.namespaces import AttendPlan, NamespaceCore
 from tierkv.client.sequences import I32, CachedPrefix, SequenceCore
 from tierkv.core.ids import U8, U32
 from tierkv.core.spec import KVSpec
@@ -132,6 +132,6 @@ class NamespaceViews:
         seq_lens: Items[int] | torch.Tensor | None,
         q_indptr: Items[int] | torch.Tensor | None,
         **options: Any,
-    ) -> Any:
+    ) -> AttendPlan:
         cores = [sequence._core for sequence in sequences]
         return self._paged.plan(layer, q, cores, seq_lens, q_indptr, **options)

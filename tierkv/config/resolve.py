@@ -96,10 +96,9 @@ def resolve(config: Config, environment: Environment) -> Config:
     if disk_bytes:
         segment_bytes = min(segment_bytes, disk_bytes)
 
-    uids = config.server.allowed_uids or tuple(sorted({0, environment.uid}))
     return replace(
         config,
-        server=replace(config.server, socket=socket, state_dir=state_dir, allowed_uids=uids),
+        server=replace(config.server, socket=socket, state_dir=state_dir),
         device=replace(config.device, bytes=device_bytes),
         host=replace(config.host, bytes=host_bytes),
         arena=replace(config.arena, dir=arena_dir),

@@ -103,7 +103,8 @@ class Server(_Section, frozen=True):
         tuple[int, ...],
         _setting(
             Kind.UIDS,
-            "User ids that may connect; none given means the daemon's own and root.",
+            "User ids that may connect; none given leaves that to the socket's mode: 0660, so the "
+            "daemon's user, its group and root.",
         ),
     ] = ()
     grace_s: Annotated[

@@ -59,7 +59,10 @@ def _convert(setting: Setting, raw: object) -> Any:
         if isinstance(raw, str):
             return parse_duration(raw)
     elif kind is Kind.UIDS:
-        parts = [part.strip() for part in raw.split(",")] if isinstance(raw, str) else raw
+        parts = raw
+        if isinstance(raw, str):  # with the brackets of a file, or without
+            inner = raw.strip().removeprefix("[").removesuffix("]")
+            parts = [part.strip() for part in inner.split(",")]
         if parts == [""]:
             return ()
         if isinstance(parts, list) and all(_is_uid(part) for part in parts):

@@ -361,7 +361,7 @@ class Placement:
 
         The rows must be active, so that what is up stays up; where one is not any more, whoever
         asked has gone, and it ends. Raises PoolExhausted if the device tier has no room for the
-        next block.
+        next block, TierFailed if the disk refused to read it.
         """
         blocks = self.state.blocks
         ids = blocks.id[rows].copy()
@@ -381,7 +381,8 @@ class Placement:
             batch = self._batch(rows[missing[:batch_max]])
             try:
                 yield from self._promote(batch)
-            except PoolExhausted:
+            except (PoolExhausted, TierFailed):
+                # It may concern one block of the batch: those before it still come up.
                 if len(batch) == 1:
                     raise
                 batch_max = len(batch) // 2

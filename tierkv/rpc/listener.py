@@ -161,7 +161,9 @@ class Listener:
 
     def _refusal(self, uid: int) -> TierkvError | None:
         if self._uids is not None and uid not in self._uids:
-            return NotOwner(f"user {uid} may not use this daemon; its configuration lists who may")
+            return NotOwner(
+                f"user {uid} may not use this daemon: server.allowed_uids lists who may"
+            )
         if len(self._connections) >= self._limits.connections:
             return LimitExceeded(
                 f"the daemon has {self._limits.connections} connections, its limit",

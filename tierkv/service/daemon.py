@@ -147,7 +147,7 @@ class _Daemon:
         listener = Listener(
             listening,
             sessions,
-            uids=config.server.allowed_uids,
+            uids=config.server.allowed_uids or None,
             limits=ConnectionLimits(
                 connections=config.server.connections_max,
                 in_flight=config.server.in_flight_max,

@@ -64,7 +64,7 @@ class StateDirectory:
         Raises NotReady if another process holds it, ConfigError if it cannot be made.
         """
         try:
-            path.mkdir(parents=True, exist_ok=True, mode=0o750)
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock_fd = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(

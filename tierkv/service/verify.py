@@ -123,7 +123,7 @@ def _damaged(
     slots, ids = state.blocks.slot[Tier.DISK][rows], state.blocks.id[rows]
     if deep:
         targets = np.arange(len(rows), dtype=np.uint32)
-        good = disk.read(pool, slots, ids, arena, targets)
+        good = disk.read(pool, slots, ids, arena, targets).ok
         entries = arena.table(pool)[targets]
     else:
         entries, good = disk.headers(pool, slots)

@@ -69,6 +69,19 @@ class WriteResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadResult:
+    """What became of a batch of blocks that were to be read.
+
+    ``ok`` (shape [n]): the block is in the arena and every check holds. ``error``: why the
+    operating system refused to read some of those that are not, or None. Such a block may be
+    whole; all others that are not ``ok`` are damaged or were never there.
+    """
+
+    ok: Bool
+    error: TierFailed | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Pool:
     block_bytes: int
     block_tokens: int
@@ -216,12 +229,12 @@ class DiskTier:
 
     def read(
         self, pool: int, slots: U32, expected_ids: U64, arena: Arena, arena_slots: U32
-    ) -> Bool:
-        """Read blocks into the arena (all arrays shape [n]); True where every check holds.
+    ) -> ReadResult:
+        """Read blocks into the arena (all arrays shape [n]).
 
         Checked are the header in every byte, the block's id and the payload's checksum. Where one
         fails, or the slot cannot be read at all, the arena's entry is empty and its payload
-        without meaning.
+        without meaning. Raises nothing for the medium's errors: they are in the result.
 
         Crash: the arena's entry is emptied first and written last.
         """
@@ -229,15 +242,19 @@ class DiskTier:
         require(arena.block_bytes(pool) == known.block_bytes, "arena and disk have the same pools")
         arena.empty(pool, arena_slots)
         good = np.zeros(len(slots), np.bool_)
+        error: TierFailed | None = None
         for run in known.runs(slots):
-            entries, ok = self._read_run(known, slots[run], arena.slots(pool), arena_slots[run])
+            entries, ok, refused = self._read_run(
+                known, slots[run], arena.slots(pool), arena_slots[run]
+            )
+            error = error or refused
             ok &= (entries["id"] == expected_ids[run]) & has_sum(entries)
             payload = arena.payload(pool)
             for index in np.flatnonzero(ok).tolist():
                 ok[index] = sum_matches(entries, index, payload[arena_slots[run[index]]])
             arena.table(pool)[arena_slots[run[ok]]] = entries[ok]
             good[run] = ok
-        return good
+        return ReadResult(good, error)
 
     def headers(self, pool: int, slots: U32) -> tuple[Entries, Bool]:
         """The entries in the slots' headers, and which of them are sound; both shape [n].
@@ -284,37 +301,37 @@ class DiskTier:
 
     def _read_run(
         self, known: _Pool, slots: U32, memory: U8, arena_slots: U32
-    ) -> tuple[Entries, Bool]:
-        """Read consecutive slots; their entries, and which slots are whole up to the checksum."""
+    ) -> tuple[Entries, Bool, TierFailed | None]:
+        """Read consecutive slots: entries, which are whole up to the checksum, why not read."""
         headers = np.zeros((len(slots), known.header_bytes), np.uint8)
         buffers = _slot_buffers(known, headers, memory, arena_slots)
         done = self._read_some(known, int(slots[0]), buffers)
-        if done is None and len(slots) > 1:
-            # The refusal may be about one slot only: its neighbours get their own chance.
-            parts = [
-                self._read_run(known, slots[i : i + 1], memory, arena_slots[i : i + 1])
-                for i in range(len(slots))
-            ]
-            return (
-                np.concatenate([entries for entries, _ in parts]),
-                np.concatenate([ok for _, ok in parts]),
-            )
-        if done is None:
-            return blank_entries(len(slots), known.block_tokens), np.zeros(len(slots), np.bool_)
-        entries, ok = known.unpack(headers)
-        ends = np.arange(len(slots)) * known.slot_bytes + known.header_bytes + known.block_bytes
-        return entries, ok & (ends <= done)
+        if isinstance(done, int):
+            entries, ok = known.unpack(headers)
+            ends = np.arange(len(slots)) * known.slot_bytes + known.header_bytes + known.block_bytes
+            return entries, ok & (ends <= done), None
+        if len(slots) == 1:
+            return blank_entries(1, known.block_tokens), np.zeros(1, np.bool_), done
+        # The refusal may be about one slot only: its neighbours get their own chance.
+        parts = [
+            self._read_run(known, slots[i : i + 1], memory, arena_slots[i : i + 1])
+            for i in range(len(slots))
+        ]
+        entries = np.concatenate([entries for entries, _, _ in parts])
+        ok = np.concatenate([ok for _, ok, _ in parts])
+        return entries, ok, next((error for _, _, error in parts if error is not None), None)
 
-    def _read_some(self, known: _Pool, slot: int, buffers: list[memoryview]) -> int | None:
-        """Read from a slot on; bytes read (0 without a segment), None if the system refused."""
+    def _read_some(self, known: _Pool, slot: int, buffers: list[memoryview]) -> int | TierFailed:
+        """Read from a slot on: bytes read (0 without a segment), or why the system refused."""
         segment, offset = known.locate(slot)
         try:
             fd = known.segments.fd_to_read(segment)
             return 0 if fd is None else self._storage.preadv(fd, buffers, offset)
-        except OSError:
+        except OSError as error:
             with self._counting:
                 self.read_errors += 1
-            return None
+            path = known.segments.path(segment)
+            return TierFailed(f"cannot read {path}: {error}", path=path)
 
 
 def disk_slot_bytes(block_bytes: int, block_tokens: int) -> int:

@@ -30,7 +30,10 @@ class Mover:
         self._durable_writes = durable_writes
 
     def perform(self, effect: BytesEffect) -> Moved | Headers | Bool:
-        """Do it and return what the core expects. Raises TierFull, TierFailed."""
+        """Do it and return what the core expects.
+
+        Raises TierFull or TierFailed if the disk refused some of it: then nothing has arrived.
+        """
         if isinstance(effect, Move):
             return self._move(effect)
         if isinstance(effect, ReadHeaders):
@@ -45,7 +48,11 @@ class Mover:
             return self._write(move, source, target)
         arena = self._arenas[move.target]
         if move.source is Tier.DISK:
-            ok = self._need_disk().read(move.pool, source, move.ids, arena, target)
+            result = self._need_disk().read(move.pool, source, move.ids, arena, target)
+            if result.error is not None:
+                # What could not be read may be whole: to call it damaged would cost the block.
+                raise result.error
+            ok = result.ok
         else:
             ok = copy_blocks(
                 self._arenas[move.source], source, arena, target, move.pool, verify=True
