@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,4 +36,20 @@ def test_every_phase_gives_the_models_own_tokens(monkeypatch: pytest.MonkeyPatch
     facts = dict(report.facts)
     assert int(facts["shared by two workers"].split()[0]) >= 500 // 16
     assert facts["recovery"].endswith("0 blocks lost")
+    assert leftovers() == before
+
+
+def test_a_demo_that_is_told_to_stop_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", ":".join(str(ROOT / part) for part in (".", "wal", "kernels")))
+    before = leftovers()
+    command = [sys.executable, "-m", "tierkv", "demo", "--model", TINY, "--tokens", "600"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        for line in running.stderr:
+            if line.startswith("- cold"):
+                break
+        assert leftovers() > before
+        running.terminate()
+        assert running.stderr.read().endswith("tierkv: interrupted\n")
+    assert running.returncode == 1
     assert leftovers() == before
