@@ -132,14 +132,17 @@ def test_a_daemon_that_does_not_serve_is_75(tierkv: Run, daemon: Daemon) -> None
 
 
 @pytest.mark.parametrize(
-    "error", [Unavailable("timed out"), FileNotFoundError(2, "No such file or directory")]
+    ("error", "said"),
+    [
+        (Unavailable("no daemon serves on /s.sock"), "no daemon serves on /s.sock"),
+        (FileNotFoundError(2, "No such file"), "/s.sock: No such file"),
+    ],
 )
-def test_no_daemon_is_3(tierkv: Run, daemon: Daemon, error: Exception) -> None:
+def test_no_daemon_is_3(tierkv: Run, daemon: Daemon, error: Exception, said: str) -> None:
     daemon.answer = error
     code, out, err = tierkv("status", "--socket", "/s.sock")
     assert (code, out) == (3, "")
-    assert err.startswith("tierkv: no daemon answers: ")
-    assert "(/s.sock); start one by `tierkv serve`" in err
+    assert err == f"tierkv: {said}; name another daemon's socket by --socket\n"
 
 
 def test_a_status_that_is_not_understood(tierkv: Run, daemon: Daemon) -> None:
@@ -208,3 +211,21 @@ def test_the_last_status_of_a_daemon_that_is_gone(
     assert code == 0
     assert json.loads(out) == to_plain(DOCUMENT)
     assert note.startswith("written ")
+
+
+def test_the_last_status_is_of_the_past(
+    tierkv: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERKV_SERVER__STATE_DIR", str(tmp_path))
+    asyncio.run(write_last_status(tmp_path, DOCUMENT))
+    assert tierkv("status", "--last")[1].startswith("tierkv 1.2.3 was serving")
+
+
+def test_the_socket_that_workers_are_told_is_asked(
+    tierkv: Run, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERKV_SERVER__SOCKET", "/configured.sock")
+    monkeypatch.setenv("TIERKV_SOCKET", "/told.sock")
+    tierkv("status")
+    tierkv("status", "--socket", "/named.sock")
+    assert daemon.sockets == ["/told.sock", "/named.sock"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tierkv.config.load import default_file, load
-from tierkv.config.resolve import Environment, Space
+from tierkv.config.resolve import Environment, Space, this_environment
 from tierkv.config.schema import AUTO, Config
 from tierkv.errors import ConfigError
 from tierkv.units import GiB, MiB
@@ -212,6 +213,29 @@ def test_a_socket_path_of_107_bytes_is_fine(make_environment: MakeEnvironment) -
 def test_a_full_arena_does_not_stop_a_restart(make_environment: MakeEnvironment) -> None:
     environment = make_environment(ram=Space(10 * GiB, 0, 9 * GiB), ram_free_bytes=0)
     assert load(None, environment, {"device.bytes": "9 GiB", "host.bytes": "0"})
+
+
+def test_what_this_user_may_not_look_into(
+    tmp_path: Path, make_environment: MakeEnvironment
+) -> None:
+    shut = tmp_path / "shut"
+    (shut / "tierkv").mkdir(parents=True)
+    (shut / "tierkv" / "tierkv.toml").touch()
+    for outer in (tmp_path, *list(tmp_path.parents)[:2]):
+        outer.chmod(0o755)
+    shut.chmod(0)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        environment = make_environment(uid=65534, variables={"XDG_CONFIG_HOME": str(shut)})
+        assert default_file(environment) != shut / "tierkv" / "tierkv.toml"
+        with pytest.raises(ConfigError, match="this user may not look there"):
+            this_environment().space(str(shut / "state"))
+    finally:
+        if root:
+            os.seteuid(0)
+        shut.chmod(0o755)
 
 
 def test_the_file_that_is_read_when_none_is_named(

@@ -142,8 +142,14 @@ async def test_a_client_that_sends_nothing_is_dropped(daemon: Daemon) -> None:
 async def test_a_client_that_reads_nothing_is_dropped(daemon: Daemon, tmp_path: Path) -> None:
     page_bytes = 10_000_000
     dropped = asyncio.Event()
+
+    def exposition(accept: str) -> tuple[bytes, str]:
+        # The time for the request has begun; it is over before the client reads.
+        asyncio.get_running_loop().call_later(0.2, transport.resume_reading)
+        return b"x" * page_bytes, "text/plain"
+
     exporter = Exporter(
-        exposition=lambda accept: (b"x" * page_bytes, "text/plain"),
+        exposition=exposition,
         status=daemon.status,
         state=daemon.state,
         request_timeout_s=0.05,
@@ -157,7 +163,6 @@ async def test_a_client_that_reads_nothing_is_dropped(daemon: Daemon, tmp_path: 
             assert isinstance(transport, asyncio.Transport)
             transport.pause_reading()
             transport.write(b"GET /metrics HTTP/1.1\r\n\r\n")
-            asyncio.get_running_loop().call_later(0.2, transport.resume_reading)
 
         def data_received(self, data: bytes) -> None:
             self.received_bytes += len(data)
@@ -165,12 +170,26 @@ async def test_a_client_that_reads_nothing_is_dropped(daemon: Daemon, tmp_path: 
         def connection_lost(self, error: Exception | None) -> None:
             dropped.set()
 
-    _, client = await asyncio.get_running_loop().create_unix_connection(
+    transport, client = await asyncio.get_running_loop().create_unix_connection(
         Deaf, str(tmp_path / "m.sock")
     )
     await asyncio.wait_for(dropped.wait(), 5)
     assert 0 < client.received_bytes < page_bytes
     await exporter.close()
+
+
+async def test_a_page_larger_than_the_socket_s_buffer(daemon: Daemon, tmp_path: Path) -> None:
+    page = b"x" * 10_000_000
+    unexpected: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unexpected.append(context))
+    exporter = Exporter(
+        exposition=lambda accept: (page, "text/plain"), status=daemon.status, state=daemon.state
+    )
+    await exporter.start(socket=str(tmp_path / "m.sock"))
+    answer = await send(exporter, b"GET /metrics HTTP/1.1\r\n\r\n", tmp_path / "m.sock")
+    assert answer.endswith(b"\r\n\r\n" + page)
+    await exporter.close()
+    assert unexpected == []
 
 
 async def test_connections_are_limited(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:

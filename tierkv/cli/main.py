@@ -57,12 +57,13 @@ class LazyGroup(click.Group):
 @click.version_option(__version__, prog_name="tierkv")
 @click.pass_context
 def cli(ctx: click.Context) -> int:
-    """Keep the KV cache of language models in GPU memory, host RAM and NVMe, crash-safe.
+    """Keep the KV cache of language models in RAM and on NVMe, crash-safe.
 
     \b
     tierkv serve                          run the daemon with automatic sizes
     tierkv serve --set wal.durability=power
     tierkv status                         ask a running daemon how it is
+    tierkv demo                           see it at work
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +27,7 @@ TIMEOUT_S = 2.0
 @click.option(
     "--socket",
     metavar="PATH",
-    help="The daemon's socket; else that of the configuration, else the system daemon's.",
+    help="The daemon's socket; else $TIERKV_SOCKET, that of the configuration, or the system's.",
 )
 @click.option(
     "--last", is_flag=True, help="Show what the daemon wrote down last, also if it is gone now."
@@ -49,11 +50,13 @@ def status(as_json: bool, socket: str | None, last: bool) -> int:
     if as_json:
         print_json(plain)
     else:
-        _print(document)
+        _print(document, "was" if last else "is")
     return Exit.OK if document.state == SERVING else Exit.NOT_READY
 
 
 def _find_socket() -> str:
+    if workers := os.environ.get("TIERKV_SOCKET"):
+        return workers
     configured = load_config(None, ()).config.server.socket
     if not Path(configured).exists() and Path(SYSTEM_SOCKET).exists():
         return SYSTEM_SOCKET
@@ -70,11 +73,8 @@ def _ask(socket: str) -> dict[str, Any]:
             raise NotReady(
                 f"the daemon does not answer yet, it may be recovering ({socket}); try again"
             ) from error
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise Unavailable(
-            f"no daemon answers: {reason} ({socket}); "
-            "start one by `tierkv serve`, or name its socket by --socket"
-        ) from error
+        reason = f"{socket}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise Unavailable(f"{reason}; name another daemon's socket by --socket") from error
 
 
 def _somebody_listens(error: Exception) -> bool:
@@ -100,9 +100,9 @@ def _read_last() -> dict[str, Any]:
     return plain
 
 
-def _print(document: StatusDocument) -> None:
+def _print(document: StatusDocument, verb: str) -> None:
     click.echo(
-        f"tierkv {document.version} is {document.state}, up {about_duration(document.uptime_s)}"
+        f"tierkv {document.version} {verb} {document.state}, up {about_duration(document.uptime_s)}"
         f" (pid {document.pid}, epoch {document.epoch}, durability {document.durability})\n"
     )
     print_table(

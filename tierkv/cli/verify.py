@@ -14,6 +14,7 @@ import msgspec
 from tierkv.cli.exit_codes import Exit
 from tierkv.cli.options import config_options, load_config
 from tierkv.cli.render import print_json, print_table
+from tierkv.errors import TierkvError
 
 if TYPE_CHECKING:
     from tierkv.config.schema import Config
@@ -32,7 +33,7 @@ def verify(
 ) -> int:
     """Check the log, the index and the blocks on disk of a stopped daemon. Changes nothing.
 
-    Exits with 0 if all is sound, 4 if there is damage.
+    Exits with 0 if all is sound, 4 if there is damage, 75 while a daemon runs.
 
     \b
     tierkv verify
@@ -40,6 +41,11 @@ def verify(
     """
     flags = {"--state-dir": state_dir} if state_dir else {}
     config = load_config(file, overrides, flags).config
+    if not (Path(config.server.state_dir) / "FORMAT").exists():
+        raise TierkvError(
+            f"no store is in {config.server.state_dir}: it has no file FORMAT; "
+            "name another directory by --state-dir"
+        )
     report = _run(config, deep, show_progress=sys.stderr.isatty() and not as_json)
     if as_json:
         print_json(msgspec.to_builtins(report))

@@ -148,12 +148,18 @@ def wire_error(failed: Failure) -> TierkvError:
 
 def connect_failure(path: Path, error: OSError) -> Exception:
     """ConnectionLost if waiting may help (no daemon yet), else Unavailable."""
-    text = f"{path}: {error.strerror or error}"
+    text = error.strerror or str(error)
     if error.errno in _MAY_PASS or isinstance(error, TimeoutError):
         return ConnectionLost(text)
     if error.errno in (errno.EACCES, errno.EPERM):
-        text += "; this user must belong to the socket's group"
-    return Unavailable(text)
+        text += "; this user must belong to the socket's group, and be in server.allowed_uids"
+    return Unavailable(f"{path}: {text}")
+
+
+def nobody_serves(path: Path, error: Exception) -> Unavailable:
+    """What a worker hears that has waited long enough."""
+    hint = "" if isinstance(error, NotReady) else "; start a daemon by `tierkv serve`"
+    return Unavailable(f"no daemon serves on {path}: {error}{hint}")
 
 
 def hangup_poll(fd: int) -> select.poll:

@@ -125,9 +125,10 @@ class SequenceCore:
         self.require_active()
         begin, end = self.sealed * self.block_tokens, self.writable_end
         if first_token < begin or first_token + count > end:
+            room = f"only {begin} to {end - 1}" if begin < end else "none can be"
             raise InvalidArgument(
                 f"tokens {first_token} to {first_token + count - 1} of sequence {self.number} may "
-                f"not be written, only {begin} to {end - 1}: call reserve() first, and again after "
+                f"not be written, {room}: call reserve() first, and again after "
                 "fork() or truncate()"
             )
 

@@ -20,6 +20,7 @@ from tierkv.client.attach import (
     connect_failure,
     default_socket_path,
     hangup_poll,
+    nobody_serves,
     wire_error,
 )
 from tierkv.client.core import SENDS_MAX, Ask, ClientCore, Steps
@@ -181,7 +182,7 @@ class Client:
             except (ConnectionLost, NotReady) as error:
                 delay_s = next(delays_s)
                 if time.monotonic() + delay_s >= deadline:
-                    raise Unavailable(f"no daemon serves on {self._path}: {error}") from error
+                    raise nobody_serves(self._path, error) from error
                 time.sleep(delay_s)
                 continue
             if self._closed:  # by another thread, which did not see this link

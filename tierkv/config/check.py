@@ -43,7 +43,9 @@ def _check_paths(config: Config) -> Iterator[Problem]:
 
 def _check_budgets(config: Config, space: Callable[[str], Space]) -> Iterator[Problem]:
     if not config.device.bytes:
-        yield Problem("device.bytes", "0 B leave no room for blocks", "write 1 MiB or more")
+        free = about_bytes(space(config.arena.dir).free)
+        what = f"0 B leave no room for blocks, and {config.arena.dir} has {free} free"
+        yield Problem("device.bytes", what, "write 1 MiB or more, or choose another arena.dir")
     ram_bytes = config.device.bytes + config.host.bytes
     ram_total = space(config.arena.dir).total
     if ram_bytes > ram_total:

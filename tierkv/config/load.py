@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -58,7 +59,8 @@ def default_file(environment: Environment) -> Path | None:
     if environment.uid != 0:
         home = variables.get("XDG_CONFIG_HOME") or f"{variables.get('HOME', '')}/.config"
         candidates.insert(0, Path(home) / "tierkv" / "tierkv.toml")
-    return next((path for path in candidates if path.is_file()), None)
+    # os.path.isfile: what this user may not look into is not there for it, and no failure.
+    return next((path for path in candidates if os.path.isfile(path)), None)
 
 
 def load(file: Path | None, environment: Environment, flags: Mapping[str, str]) -> Loaded:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from tierkv.config.paths import home, own_socket, own_state_dir
 from tierkv.config.schema import AUTO, AUTO_BYTES, Config
+from tierkv.errors import ConfigError
 from tierkv.units import GiB, MiB
 
 DEVICE_SHARE = 0.4
@@ -136,9 +137,15 @@ def _available_ram_bytes() -> int:
 
 def _space(path: str) -> Space:
     place = Path(path)
-    while not place.exists():
-        place = place.parent
-    found = os.statvfs(place)
+    try:
+        while not place.exists():
+            place = place.parent
+        found = os.statvfs(place)
+    except PermissionError as error:
+        raise ConfigError(
+            f"{path}: this user may not look there; "
+            "run this as the daemon's user, or choose another directory"
+        ) from error
     return Space(
         total=found.f_blocks * found.f_frsize,
         free=found.f_bavail * found.f_frsize,

@@ -109,13 +109,18 @@ class Server(_Section, frozen=True):
     ] = ()
     grace_s: Annotated[
         float,
-        _duration("How long the leases of a killed daemon's workers wait for them to return.", 0),
+        _duration("How long leases that outlived a daemon wait for their workers to return.", 0),
     ] = 10.0
     connections_max: Annotated[int, _count("Connections at once.")] = 1024
     message_bytes_max: Annotated[int, _size("Largest message of a worker.", 64 * KiB)] = 16 * MiB
     in_flight_max: Annotated[int, _count("Unanswered requests of one connection.")] = 256
     sequences_max: Annotated[int, _count("Open sequences of one lease.")] = 65_536
-    blocks_per_request_max: Annotated[int, _count("Blocks one request may name.")] = 65_536
+    blocks_per_request_max: Annotated[
+        int,
+        _count(
+            "Blocks one request may name; 21845 are the most, as many as fit a frame of the log."
+        ),
+    ] = 21_845
 
 
 class Device(_Section, frozen=True):

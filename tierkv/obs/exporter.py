@@ -7,6 +7,7 @@ body. It listens on loopback TCP, on a Unix socket, or on both.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -117,7 +118,10 @@ class Exporter:
         def end(_: asyncio.Task[None]) -> None:
             # Not in the handler itself: one that is cancelled before its first step never runs.
             self._handlers.discard(handler)
-            writer.transport.abort()
+            # asyncio's own transport has no loop any more if it has sent its last bytes after
+            # close(), and its abort() trips over that.
+            with contextlib.suppress(AttributeError):
+                writer.transport.abort()
 
         handler.add_done_callback(end)
 

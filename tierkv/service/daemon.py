@@ -111,6 +111,7 @@ class _Daemon:
             listening = _listening_socket(self._config, leaving)
             await self._recover_and_serve(directory, listening)
         self._lifecycle.enter(DaemonState.STOPPED)
+        log.info("stopped")
         return self._exit_code
 
     async def _recover_and_serve(self, directory: StateDirectory, listening: socket.socket) -> None:
@@ -167,6 +168,7 @@ class _Daemon:
             self._tick(recovered.writer, parts.checkpointer),
         )
         self._lifecycle.enter(DaemonState.DRAINING)
+        log.info("stopping: what is only in RAM goes to disk")
         self._notifier.send("STOPPING=1", "STATUS=draining")
         # Workers see end-of-file and come back to the next daemon: their leases stay in the log.
         parts.leases.close()
@@ -293,6 +295,9 @@ class _Daemon:
                 "records": report.records,
                 "wal_end": report.wal_end,
                 "leases_waiting": report.leases_kept,
+                "device_bytes": self._config.device.bytes,
+                "host_bytes": self._config.host.bytes,
+                "disk_bytes": self._config.disk.bytes,
             },
         )
         self._notifier.send("READY=1", f"STATUS=serving, {report.blocks} blocks recovered")
@@ -322,16 +327,22 @@ def _listening_socket(config: Config, leaving: contextlib.ExitStack) -> socket.s
 
 
 def _own_socket(path: Path) -> socket.socket:
+    _make_parent("server.socket", path)
+    return bind_socket(path)
+
+
+def _make_parent(key: str, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"server.socket: cannot make {path.parent}: {error.strerror}") from error
-    return bind_socket(path)
+        raise ConfigError(
+            f"{key}: cannot make {path.parent}: {error.strerror}; choose another path"
+        ) from error
 
 
 async def _start_exporter(exporter: Exporter, config: Config) -> None:
     if config.metrics.socket:
-        Path(config.metrics.socket).parent.mkdir(parents=True, exist_ok=True)
+        _make_parent("metrics.socket", Path(config.metrics.socket))
     await exporter.start(tcp=config.metrics.tcp, socket=config.metrics.socket)
 
 

@@ -67,7 +67,10 @@ class StateDirectory:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock_fd = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(f"cannot use {path} as server.state_dir: {error.strerror}") from error
+            raise ConfigError(
+                f"cannot use {path} as server.state_dir: {error.strerror}; choose another, "
+                "or make it writable"
+            ) from error
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
