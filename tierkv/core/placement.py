@@ -112,7 +112,8 @@ class Placement:
     def _exhausted(self, tier: Tier, pool: int, count: int) -> PoolExhausted:
         size = self.state.slot_bytes(tier, pool)
         free = max(0, self.state.free_bytes(tier)) // size
-        evictable = self.evictable(tier)
+        # No worker hears of the lower tiers, and counting looks at every block.
+        evictable = self.evictable(tier) if tier is Tier.DEVICE else 0
         return PoolExhausted(
             f"the {tier.label} tier cannot take {count} more blocks of {size} bytes: {free} free, "
             f"{evictable} evictable; end or suspend sequences, or raise {tier.label}.bytes",
