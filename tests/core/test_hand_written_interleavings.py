@@ -34,9 +34,9 @@ class Stage:
         self.scheduler.start(name, flow, lambda result: self.answers.update({name: result}))
 
     def go(self, name: str, moments: int = 10_000) -> Any:
-        """Move one flow on, to its end if nothing else is said; its answer, if it has ended."""
+        """Move one flow on, to its end or until it must wait; its answer, if it has ended."""
         for _ in range(moments):
-            tasks = [task for task in self.scheduler.tasks if task.name == name]
+            tasks = [task for task in self.scheduler.tasks if task.name == name and task.runnable]
             if not tasks:
                 break
             self.scheduler.advance(tasks[0])
@@ -265,6 +265,44 @@ def test_a_sequence_that_was_cut_while_it_is_sealed_is_looked_at_again() -> None
     stage.go("acquire")
     assert isinstance(stage.go("seal"), InvalidArgument)
     stage.finish()
+
+
+def test_a_block_is_not_sealed_while_its_sequence_comes_up_again() -> None:
+    stage = Stage(4, 0, 8)
+    stage.world.store(1, TOKENS[:4])
+    stage.plan.release(stage.lease, [1])
+    stage.push_out(4)
+    view = stage.open(2, 4, b"")
+    stage.start("seal", stage.seal(2, view, TOKENS[:4], [b"whole"]))
+    stage.go("seal", 1)
+    stage.plan.suspend(stage.lease, 2)
+    stage.push_out(4)
+    stage.start("resume", stage.plan.resume(stage.lease, 2))
+    stage.go("resume", 1)
+    assert isinstance(stage.go("seal"), InvalidArgument)
+    stage.finish()
+    assert stage.world.payload(stage.answers["resume"].slots, 0) == b"whole"
+
+
+def test_a_block_that_is_copied_on_write_does_not_leave_its_slot() -> None:
+    stage = Stage(4, 4, 0)
+    stage.open(1, 2, b"half")
+    stage.plan.fork(stage.lease, 1, 2, 2)
+    stage.start("copy", stage.plan.reserve(stage.lease, 2, 2, 4))
+    stage.go("copy", ENTRIES_READ)
+    stage.plan.suspend(stage.lease, 1)
+    stage.plan.suspend(stage.lease, 2)
+    stage.begin(3)
+    stage.start("other", stage.plan.reserve(stage.lease, 3, 0, 12))
+    stage.go("other")
+    if "other" in stage.answers:
+        stage.world.write(stage.answers["other"].slots, 0, [b"other"] * 3)
+        stage.plan.release(stage.lease, [3])
+    stage.start("resume", stage.plan.resume(stage.lease, 2))
+    stage.go("resume")
+    stage.finish()
+    view = stage.plan.table(stage.plan.sequence(stage.lease, 2))
+    assert stage.world.payload(view.slots, 0) == b"half"
 
 
 def test_a_block_that_is_sealed_does_not_take_an_unverified_twin() -> None:

@@ -48,6 +48,8 @@ class Plan:
     faults: bool = False
     rude: bool = False
     restarts: bool = False
+    naps: bool = False
+    """Sequences mostly fall asleep and wake up again, with half-written blocks."""
 
 
 @dataclass(frozen=True)
@@ -225,9 +227,10 @@ class Run:
 
     def begin(self, worker: Worker) -> None:
         namespace = self.random.choice(self.namespaces)
+        bits = (0, 1, 2) if self.plan.naps else (0, 0, 0, 1)
         tokens = [
             bit * 10 + t
-            for bit in self.random.choices((0, 0, 0, 1), k=self.random.randint(0, 4))
+            for bit in self.random.choices(bits, k=self.random.randint(0, 4))
             for t in range(SIZE)
         ]
         held = Held(worker.next, namespace, tokens)
@@ -374,6 +377,7 @@ class Run:
             assert isinstance(result, TableView), repr(result)
             held.asleep = False
             self._adopt(worker, held, result, 0)
+            self.scribble(held)
 
         self._ask(
             worker,
@@ -397,9 +401,14 @@ class Run:
     # --- the rude worker --------------------------------------------------------------------------
 
     def be_rude(self) -> None:
-        """Any verb on one of three sequences, whether or not the last one was answered."""
+        """Any verbs on one of three sequences, whether or not the last one was answered."""
+        local = self.random.randint(1, 3)
+        for _ in range(self.random.choice((1, 2, 4))):
+            self._be_rude_to(local)
+            self.check()
+
+    def _be_rude_to(self, local: int) -> None:
         planner, lease, random = self.world.planner, self.rude_lease, self.random
-        local = random.randint(1, 3)
         tokens = [
             bit * 10 + t for bit in random.choices((0, 1), k=random.randint(0, 4)) for t in range(4)
         ]
@@ -578,47 +587,50 @@ class Run:
 
     def act(self) -> None:
         """Something new happens."""
-        random, plan = self.random, self.plan
-        choice = random.random()
-        if choice < 0.06:
-            self.write_behind()
-        elif choice < 0.08 and plan.faults:
-            self.pause()
-        elif choice < 0.12 and plan.faults:
-            self.damage()
-        elif choice < 0.20 and plan.rude:
-            self.be_rude()
-        elif choice < 0.205 and plan.restarts:
-            self.restart()
-        elif choice < 0.215:
-            self.kill(random.choice(self.workers))
-            self.workers.append(self._new_worker())
-        elif choice < 0.23:
-            # Many want the same prefix at once.
-            for _ in range(3):
-                self.begin(random.choice(self.workers))
-        else:
-            self._act_politely(random.choice(self.workers))
+        plan = self.plan
+        happenings: list[tuple[float, Callable[[], None]]] = [
+            (60, self._act_politely),
+            (5, self.write_behind),
+            (1, self._crowd),
+            (1, self._replace_worker),
+            (2 * plan.faults, self.pause),
+            (4 * plan.faults, self.damage),
+            (40 * plan.rude, self.be_rude),
+            (0.5 * plan.restarts, self.restart),
+        ]
+        weights = [weight for weight, _ in happenings]
+        ((_, happening),) = self.random.choices(happenings, weights)
+        happening()
 
-    def _act_politely(self, worker: Worker) -> None:
+    def _crowd(self) -> None:
+        """Many want the same prefix at once."""
+        for _ in range(3):
+            self.begin(self.random.choice(self.workers))
+
+    def _replace_worker(self) -> None:
+        self.kill(self.random.choice(self.workers))
+        self.workers.append(self._new_worker())
+
+    def _act_politely(self) -> None:
         random = self.random
+        worker = random.choice(self.workers)
         idle = [held for held in worker.sequences.values() if not held.asking]
-        if len(worker.sequences) < 2 or (len(worker.sequences) < 5 and random.random() < 0.15):
+        many = 8 if self.plan.naps else 5
+        if len(worker.sequences) < 2 or (len(worker.sequences) < many and random.random() < 0.1):
             self.begin(worker)
             return
         if not idle:
             return
         held = random.choice(idle)
         if held.asleep:
-            if random.random() < 0.8:
+            if random.random() < 0.9:
                 self.resume(worker, held)
             else:
                 self.release(worker, held)
             return
-        verb = random.choices(
-            ("grow", "scribble", "seal", "fork", "truncate", "suspend", "release"),
-            (5, 3, 2, 1, 1, 3, 2),
-        )[0]
+        verbs = ("grow", "scribble", "seal", "fork", "truncate", "suspend", "release")
+        weights = (3, 3, 1, 1, 0.3, 15, 0.3) if self.plan.naps else (5, 3, 2, 2, 1, 4, 1)
+        verb = random.choices(verbs, weights)[0]
         if verb == "scribble":
             self.scribble(held)
         else:
