@@ -1,4 +1,4 @@
-"""tierkv: keeps the KV cache of language models in GPU memory, host RAM and NVMe, crash-safe."""
+"""tierkv: keeps the KV cache of language models in RAM and on NVMe, crash-safe."""
 
 from __future__ import annotations
 

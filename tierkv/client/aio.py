@@ -90,6 +90,9 @@ class Client:
         self._closed = False
         self._last_loss = "no attempt yet"
 
+    def __repr__(self) -> str:
+        return f"<Client of {self._path}, lease {self._core.lease}, epoch {self._core.epoch}>"
+
     @property
     def lease(self) -> int:
         """The daemon's number for all that this client holds."""

@@ -84,6 +84,9 @@ class Client:
         self._link: Link | None = None
         self._closed = False
 
+    def __repr__(self) -> str:
+        return f"<Client of {self._path}, lease {self._core.lease}, epoch {self._core.epoch}>"
+
     @property
     def lease(self) -> int:
         """The daemon's number for all that this client holds."""

@@ -27,6 +27,11 @@ class SequenceViews:
     def __init__(self, core: SequenceCore) -> None:
         self._core = core
 
+    def __repr__(self) -> str:
+        core = self._core
+        state = "lost" if core.lost else "suspended" if core.suspended else "active"
+        return f"<Sequence {core.number}: {core.num_tokens} tokens, {state}>"
+
     @property
     def tokens(self) -> U32:
         """The token ids so far, cached ones included (u32 [num_tokens], read-only snapshot)."""
@@ -76,6 +81,9 @@ class NamespaceViews:
 
     def __init__(self, core: NamespaceCore) -> None:
         self._core = core
+
+    def __repr__(self) -> str:
+        return f"<Namespace of {self.spec}>"
 
     @property
     def spec(self) -> KVSpec:

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from tierkv.core.ids import U8, U32, U64
-from tierkv.errors import require
+from tierkv.errors import InvalidArgument, require
 
 HASH_BYTES = 16
 
@@ -47,7 +47,16 @@ def chain_hashes(seed: bytes, tokens: U32, block_tokens: int, extras: U64 | None
 
 
 def extra_digests(extra_keys: Iterable[bytes | None]) -> U64:
-    """xxh3_64 of each block's extra key bytes (shape [blocks], u64); 0 for none or empty."""
-    return np.array(
-        [(xxhash.xxh3_64_intdigest(key) or 1) if key else 0 for key in extra_keys], np.uint64
-    )
+    """xxh3_64 of each block's extra key bytes (shape [blocks], u64); 0 for none or empty.
+
+    Raises InvalidArgument for a key that is neither bytes nor None.
+    """
+    return np.array([_extra_digest(key) for key in extra_keys], np.uint64)
+
+
+def _extra_digest(key: bytes | None) -> int:
+    if key is None:
+        return 0
+    if not isinstance(key, bytes):
+        raise InvalidArgument(f"an extra key is {key!r}; each block has bytes or None")
+    return (xxhash.xxh3_64_intdigest(key) or 1) if key else 0

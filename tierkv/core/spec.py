@@ -44,7 +44,11 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pp_size: int = 1
 
     def check(self) -> None:
-        """Raise InvalidArgument if a field is out of range."""
+        """Raise InvalidArgument if a field is of another type or out of range."""
+        try:
+            msgspec.convert(msgspec.structs.asdict(self), KVSpec)
+        except msgspec.ValidationError as error:
+            raise InvalidArgument(f"KVSpec: {error}") from error
         for field in ("layers", "kv_heads", "head_dim", "block_tokens", "tp_size", "pp_size"):
             value = getattr(self, field)
             if not 1 <= value <= 65_536:
