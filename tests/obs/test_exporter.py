@@ -159,11 +159,6 @@ async def test_a_client_that_reads_nothing_is_dropped(daemon: Daemon, tmp_path: 
     class Deaf(asyncio.Protocol):
         received_bytes = 0
 
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            assert isinstance(transport, asyncio.Transport)
-            transport.pause_reading()
-            transport.write(b"GET /metrics HTTP/1.1\r\n\r\n")
-
         def data_received(self, data: bytes) -> None:
             self.received_bytes += len(data)
 
@@ -173,6 +168,9 @@ async def test_a_client_that_reads_nothing_is_dropped(daemon: Daemon, tmp_path: 
     transport, client = await asyncio.get_running_loop().create_unix_connection(
         Deaf, str(tmp_path / "m.sock")
     )
+    # Not in connection_made(): Python 3.11.2 starts reading after it, paused or not.
+    transport.pause_reading()
+    transport.write(b"GET /metrics HTTP/1.1\r\n\r\n")
     await asyncio.wait_for(dropped.wait(), 5)
     assert 0 < client.received_bytes < page_bytes
     await exporter.close()
