@@ -350,3 +350,16 @@ async def test_records_that_stand_each_for_itself_go_into_several_frames(
     assert not len(kill.state.live_rows())
     await turn()
     kill.journal.close()
+
+
+@pytest.mark.parametrize("durability", ["kill", "none"])
+async def test_a_closed_journal_does_not_touch_the_log_again(
+    bench: Callable[..., Bench], durability: str
+) -> None:
+    closed = bench(durability)
+    closed.commit(1)
+    closed.journal.close()
+    assert closed.writer.frames == [[1]]
+    closed.writer.dead = True  # as a closed one answers
+    await asyncio.sleep(0.02)
+    assert closed.deaths == []

@@ -50,7 +50,7 @@ class Journal:
         self._on_sync = on_sync
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._freed_when_written = state.slots_freed
-        self._flush_scheduled = False
+        self._scheduled_flush: asyncio.Handle | None = None
         self._syncing = False
         self._dead = False
         self._sync_thread = ThreadPoolExecutor(1, "tierkv-wal-sync")
@@ -83,7 +83,7 @@ class Journal:
             reply()
             return
         self._waiting.append((lsn, reply))
-        if self._durability == "power" and not self._flush_scheduled:
+        if self._durability == "power" and self._scheduled_flush is None:
             # Written already, in a turn in which nobody waited.
             self._start_sync()
 
@@ -137,17 +137,18 @@ class Journal:
         return self._writer.written_lsn
 
     def _schedule_flush(self) -> None:
-        if self._flush_scheduled or self._dead:
+        if self._scheduled_flush is not None or self._dead:
             return
-        self._flush_scheduled = True
         loop = asyncio.get_running_loop()
         if self._durability == "none":
-            loop.call_later(self._none_flush_s, self._flush)
+            self._scheduled_flush = loop.call_later(self._none_flush_s, self._flush)
         else:
-            loop.call_soon(self._flush)
+            self._scheduled_flush = loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._flush_scheduled = False
+        if self._scheduled_flush is not None:
+            self._scheduled_flush.cancel()
+            self._scheduled_flush = None
         self._write()
         if self._dead:
             return
