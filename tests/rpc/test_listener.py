@@ -14,7 +14,7 @@ import pytest
 
 from tests.rpc.serving import LOOPS, WAIT_S, RawPeer, RecordingHandler, Serving
 from tierkv.errors import ConfigError, PoolExhausted
-from tierkv.rpc.connection import ConnectionLimits
+from tierkv.rpc.connection import LINGER_S, ConnectionLimits
 from tierkv.rpc.listener import bind_socket
 from tierkv.rpc.messages import PROTOCOL_VERSION, Done, Failure, Greeting, Hello, Lookup, Stat
 from tierkv.rpc.wire import encode
@@ -215,6 +215,26 @@ def test_requests_before_garbage_are_still_served(serve, handler):
         assert peer.receive() == (2, Done())
         assert peer.receive()[1].code == "protocol"
         assert peer.receive() is None
+
+
+def test_a_refused_peer_that_reads_late_is_told_and_forgotten(serve, handler):
+    handler.answer = lambda connection, request_id, _: connection.reply(
+        request_id, Failure("internal", "x" * 1_000_000, {})
+    )
+    serving = serve(limits=ConnectionLimits(write_buffer_bytes=4 << 20))
+    unexpected = []
+    serving.loop.set_exception_handler(lambda _, context: unexpected.append(context))
+    with RawPeer(serving.path) as peer:
+        peer.hello()
+        peer.sock.sendall(bytes(encode(2, Stat())) + b"garbage that is long enough")
+        handler.wait_for(lambda: handler.gone)
+        # More is left to send than the socket takes at once: it goes out after the close.
+        assert peer.receive()[1].code == "internal"
+        assert peer.receive()[1].code == "protocol"
+        assert peer.receive() is None
+        over = time.monotonic() + LINGER_S + 0.1
+        serving.until(lambda: time.monotonic() > over)
+    assert unexpected == []
 
 
 def test_hello_comes_first(serve):

@@ -83,6 +83,7 @@ class Connection(asyncio.BufferedProtocol):
         self._writable = True
         self._reading = True
         self._pumping = False
+        self._lingering: asyncio.TimerHandle | None = None
         self._last_id = 0
         self._in_flight: set[int] = set()
 
@@ -116,11 +117,11 @@ class Connection(asyncio.BufferedProtocol):
         transport = self._transport
         self._end()
         transport.close()
-        asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
+        self._lingering = asyncio.get_running_loop().call_later(LINGER_S, self.abort)
 
     def abort(self) -> None:
         """Close at once; the worker sees end-of-file."""
-        if self._transport is not None:
+        if self._transport is not None and not self.ended.done():
             self._end()
             self._transport.abort()
 
@@ -155,6 +156,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
+        if self._lingering is not None:
+            self._lingering.cancel()
         os.close(self.scratch_fd)
         self.ended.set_result(None)
 
