@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Self
 
 from benchmarks.harness import Bench
 from tierkv.core.ids import U8
@@ -15,25 +16,14 @@ FRAME_BYTES = 192
 """A frame of the log with two records: what a small request writes."""
 
 
-class RawLog:
-    """The ceiling: one pwrite a request into a preallocated file, synced if the mode says so."""
+class _Preallocated:
+    """A file of a fixed size while the context lasts."""
 
-    def __init__(self, bench: Bench, mode: str) -> None:
+    def __init__(self, bench: Bench, size_bytes: int) -> None:
         self._path = bench.folder / "raw"
-        self._sync = mode == "power"
-        self.name = "pwrite + fdatasync" if self._sync else "pwrite"
-        self._frame = bytes(FRAME_BYTES)
-        self._size_bytes = 16 << 20
-        self._at = 0
+        self._size_bytes = size_bytes
 
-    def append(self) -> None:
-        """Write one frame behind the last one."""
-        os.pwrite(self._fd, self._frame, self._at)
-        self._at = (self._at + FRAME_BYTES) % (self._size_bytes - FRAME_BYTES)
-        if self._sync:
-            os.fdatasync(self._fd)
-
-    def __enter__(self) -> RawLog:
+    def __enter__(self) -> Self:
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         os.posix_fallocate(self._fd, 0, self._size_bytes)
         return self
@@ -43,13 +33,30 @@ class RawLog:
         self._path.unlink()
 
 
-class RawFile:
+class RawLog(_Preallocated):
+    """The ceiling: one pwrite a request into a preallocated file, synced if the mode says so."""
+
+    def __init__(self, bench: Bench, mode: str) -> None:
+        super().__init__(bench, 16 << 20)
+        self._sync = mode == "power"
+        self.name = "pwrite + fdatasync" if self._sync else "pwrite"
+        self._frame = bytes(FRAME_BYTES)
+        self._at = 0
+
+    def append(self) -> None:
+        """Write one frame behind the last one."""
+        os.pwrite(self._fd, self._frame, self._at)
+        self._at = (self._at + FRAME_BYTES) % (self._size_bytes - FRAME_BYTES)
+        if self._sync:
+            os.fdatasync(self._fd)
+
+
+class RawFile(_Preallocated):
     """The ceiling: the same slots, gathered from memory, a few MiB a call, then one sync."""
 
     def __init__(self, bench: Bench, size_bytes: int, payload: U8, slot: int) -> None:
+        super().__init__(bench, size_bytes)
         self._bench = bench
-        self._path = bench.folder / "raw"
-        self._size_bytes = size_bytes
         per_call = max(1, CALL_BYTES // slot)
         header = memoryview(bytes(slot - payload.shape[1]))
         self._calls = [
@@ -68,15 +75,6 @@ class RawFile:
         os.fdatasync(self._fd)
         if offset != self._size_bytes:
             raise RuntimeError(f"{offset} of {self._size_bytes} bytes were written")
-
-    def __enter__(self) -> RawFile:
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.posix_fallocate(self._fd, 0, self._size_bytes)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        os.close(self._fd)
-        self._path.unlink()
 
 
 def drop_page_cache(files: list[Path]) -> None:

@@ -114,10 +114,10 @@ def test_paths_become_absolute(make_environment: MakeEnvironment) -> None:
     given = Config(
         server=Server(socket="run/../t.sock", state_dir="~/state"), arena=Arena(dir="/dev/shm/x")
     )
-    config = resolve(given, make_environment(variables={"HOME": "/root"}))
+    config = resolve(given, make_environment(variables={"HOME": "/home/ada"}))
     assert config.server.socket == "/here/t.sock"
     assert config.metrics.socket == "/here/metrics.sock"
-    assert config.server.state_dir == "/root/state"
+    assert config.server.state_dir == "/home/ada/state"
     assert config.arena.dir == "/dev/shm/x"
 
 

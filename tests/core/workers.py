@@ -712,7 +712,7 @@ def surely_available(world: World, pool: int) -> int:
     rows = rows[blocks.has_copy(rows, Tier.DEVICE) & (blocks.active[rows] == 0)]
     lower = blocks.has_copy(rows, Tier.HOST) | blocks.has_copy(rows, Tier.DISK)
     loose = lower | (blocks.refs[rows] == 0)
-    sizes = world.placement._sizes(Tier.DEVICE, rows)
+    sizes = state.slot_bytes_of(Tier.DEVICE, rows)
     size_bytes = state.free_bytes(Tier.DEVICE) + int(sizes[loose].sum())
     room = {tier: state.free_bytes(tier) for tier in (Tier.HOST, Tier.DISK)}
     for stuck in sorted(sizes[~loose].tolist()):

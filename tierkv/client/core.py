@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -86,6 +87,19 @@ class ClientCore:
                 f"this client belongs to process {self.pid} and was forked into {os.getpid()}: "
                 "connect again in the new process"
             )
+
+    @contextmanager
+    def opening_sequence(self) -> Iterator[int]:
+        """A number for a new sequence; if it does not come to be, the daemon is told to end it."""
+        number = self.next_number()
+        self.opening.add(number)
+        try:
+            yield number
+        except BaseException:
+            self.orphans.add(number)
+            raise
+        finally:
+            self.opening.discard(number)
 
     def next_number(self) -> int:
         """A name for a sequence, never used before under this client."""

@@ -107,18 +107,11 @@ class NamespaceCore:
         tokens, extras = self._offer(token_ids, keep, extra_keys)
         hashes = self._hashes(tokens, extras)
         offered = len(hashes)
-        number = self.client.next_number()
-        self.client.opening.add(number)
-        try:
+        with self.client.opening_sequence() as number:
             yield from self.client.release_orphans()
             blobs = (hashes.tobytes(), tokens.tobytes(), extras_blob(extras, 0, offered))
             table = expect((yield lambda: Acquire(self.id, number, *blobs)), Table)
             sequence = SequenceCore.begun(self, number, table, tokens, hashes, extras)
-        except BaseException:
-            self.client.orphans.add(number)
-            raise
-        finally:
-            self.client.opening.discard(number)
         self.client.sequences[number] = sequence
         return sequence
 

@@ -266,15 +266,13 @@ class SequenceCore:
         """A new sequence with the same tokens; both must reserve before they write again."""
         self.require_active()
         yield from self._seal_full()
-        number = self.client.next_number()
         self.writable_end = 0
-        self.client.opening.add(number)
+        with self.client.opening_sequence() as number:
 
-        def ask() -> Request:
-            self.require_active()
-            return Fork(self.number, number, self.num_tokens)
+            def ask() -> Request:
+                self.require_active()
+                return Fork(self.number, number, self.num_tokens)
 
-        try:
             table = expect((yield ask), Table)
             child = SequenceCore(self.namespace, number)
             child._tokens = self._tokens[: max(self.num_tokens, TOKENS_MIN)].copy()
@@ -283,11 +281,6 @@ class SequenceCore:
             child._extras = self._extras
             child.cached = self.cached
             child.adopt(table.slots, table.sealed)
-        except BaseException:
-            self.client.orphans.add(number)
-            raise
-        finally:
-            self.client.opening.discard(number)
         self.client.sequences[number] = child
         return child
 

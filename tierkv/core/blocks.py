@@ -93,6 +93,10 @@ class Blocks:
         for column in self.slot:
             column[rows] = NO_SLOT
 
+    def is_sealed(self, rows: I64) -> Bool:
+        """Which of the rows hold a full, immutable block, shape [n]."""
+        return np.asarray((self.flags[rows] & SEALED) != 0)
+
     def has_copy(self, rows: I64, tier: Tier) -> Bool:
         """Which of the rows have a copy in the tier, shape [n]."""
         return np.asarray(self.slot[tier][rows] != NO_SLOT)

@@ -33,5 +33,5 @@ class Doubt:
 
     def leading_sound(self, rows: I64) -> int:
         """How many leading rows are free of doubt."""
-        doubtful = np.isin(rows, self.among(rows))
-        return int(np.argmax(doubtful)) if doubtful.any() else len(rows)
+        doubtful = self.among(rows)
+        return int(np.argmax(np.isin(rows, doubtful))) if len(doubtful) else len(rows)

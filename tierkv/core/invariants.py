@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 
-from tierkv.core.blocks import INDEXED, SEALED
+from tierkv.core.blocks import INDEXED
 from tierkv.core.ids import NO_SLOT, Tier, lease_of
 from tierkv.core.state import State
 from tierkv.errors import InvariantViolation
@@ -83,7 +83,7 @@ def _check_blocks(state: State) -> list[tuple[int, str]]:
     )
     if not np.array_equal(found, indexed) or len(state.index) != len(indexed):
         broken.append((4, f"{len(indexed)} indexed blocks, {len(state.index)} in the index"))
-    if ((blocks.flags[indexed] & SEALED) == 0).any():
+    if not blocks.is_sealed(indexed).all():
         broken.append((12, "an unsealed block is indexed"))
     if not blocks.has_any_copy(indexed).all():
         broken.append((5, "an indexed block without a copy"))
@@ -107,7 +107,7 @@ def _check_sequences(state: State) -> list[tuple[int, str]]:
         refs.update(rows.tolist())
         if not sequence.suspended:
             active.update(rows.tolist())
-        sealed = (blocks.flags[rows] & SEALED) != 0
+        sealed = blocks.is_sealed(rows)
         count = int(np.argmin(sealed)) if not sealed.all() else len(rows)
         parents = np.concatenate([[np.uint64(0)], blocks.id[rows[:-1]]])[: len(rows)]
         if sealed[count:].any() or (blocks.parent[rows[:count]] != parents[:count]).any():

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierkv.core.blocks import SEALED
 from tierkv.core.counters import GONE, Counters
 from tierkv.core.doubt import Doubt
 from tierkv.core.effects import Check, Flow, Move, Moved, Signal, Wait
 from tierkv.core.holds import Holds
 from tierkv.core.ids import I64, U64, Bool, Tier
 from tierkv.core.policy import EvictionPolicy
-from tierkv.core.records import Kind, Records, blank
+from tierkv.core.records import Kind, Records, of_copies
 from tierkv.core.restart_order import restart_order
 from tierkv.core.slot_tables import SlotTables
 from tierkv.core.state import State
@@ -133,12 +132,6 @@ class Placement:
             return free
         return free & self._loose(tier, rows)
 
-    def _sizes(self, tier: Tier, rows: I64) -> I64:
-        pool_bytes = np.array(
-            [self.state.slot_bytes(tier, pool) for pool in range(len(self.state.pools))], np.int64
-        )
-        return np.asarray(pool_bytes[self.state.pool_of(rows)])
-
     def _victims(self, tier: Tier, need: int, stuck_bytes: int) -> Flow[I64]:
         """Rows that may leave the tier, worth ``need`` bytes at least; none if there are too few.
 
@@ -148,7 +141,7 @@ class Placement:
         blocks = self.state.blocks
 
         def may_leave(rows: I64) -> Bool:
-            stuck = (self._sizes(tier, rows) >= stuck_bytes) & ~self._loose(tier, rows)
+            stuck = (self.state.slot_bytes_of(tier, rows) >= stuck_bytes) & ~self._loose(tier, rows)
             return np.asarray(self._eligible(tier, rows) & ~stuck)
 
         def stays(rows: I64) -> Bool:
@@ -158,9 +151,9 @@ class Placement:
 
         while True:
             victims = self.policies[tier].victims(
-                need, may_leave, stays, lambda rows: self._sizes(tier, rows)
+                need, may_leave, stays, lambda rows: self.state.slot_bytes_of(tier, rows)
             )
-            if len(victims) and self._sizes(tier, victims).sum() >= need:
+            if len(victims) and self.state.slot_bytes_of(tier, victims).sum() >= need:
                 return victims
             if not self._may_become_idle(tier):
                 return np.zeros(0, np.int64)
@@ -193,7 +186,7 @@ class Placement:
         rows = rows[(blocks.id[rows] == ids) & self._eligible(tier, rows)]
         loose = self._loose(tier, rows)
         self._drop(tier, rows[loose], "capacity", pool)
-        return int(self._sizes(tier, rows[~loose]).min(initial=sys.maxsize))
+        return int(self.state.slot_bytes_of(tier, rows[~loose]).min(initial=sys.maxsize))
 
     def _loose(self, tier: Tier, rows: I64) -> Bool:
         """Which rows lose nothing that anybody holds when they leave the tier."""
@@ -226,7 +219,7 @@ class Placement:
         for to, count in zip(*np.unique(left, return_counts=True), strict=True):
             name = Tier(to).label if to < len(Tier) else GONE
             self.counters.evicted(tier.label, name, reason, int(count))
-        records = self._records(Kind.DROP, rows, tier, slots)
+        records = of_copies(Kind.DROP, tier, rows, blocks.id[rows], slots)
         self.forget(tier, rows)
         self.commit(records)
         if tier is not Tier.DISK and for_pool is not None:
@@ -245,14 +238,6 @@ class Placement:
         for copying in self._copying:
             if copying.source is tier:
                 copying.current &= ~np.isin(copying.rows, rows)
-
-    def _records(self, kind: Kind, rows: I64, tier: Tier, slots: I64) -> Records:
-        records = blank(len(rows), kind)
-        records["key"] = rows
-        records["id"] = self.state.blocks.id[rows]
-        records["tier"] = tier
-        records["loc"] = slots
-        return records
 
     # --- copies -----------------------------------------------------------------------------------
 
@@ -299,7 +284,7 @@ class Placement:
     def _being_written(self, tier: Tier, rows: I64) -> Bool:
         """Which rows are open blocks of an active sequence: their worker may write any time."""
         blocks = self.state.blocks
-        open_ = (blocks.flags[rows] & SEALED) == 0
+        open_ = ~blocks.is_sealed(rows)
         return np.asarray(open_ & (blocks.active[rows] > 0) & (tier is Tier.DEVICE))
 
     def _move(
@@ -330,7 +315,7 @@ class Placement:
         sound = result.ok & self._sums_agree(source, rows, result)
         good = alive & sound & ~self.state.blocks.has_copy(rows, target)
         if good.any():
-            records = self._records(Kind.PLACE, rows[good], target, slots[good])
+            records = of_copies(Kind.PLACE, target, rows[good], ids[good], slots[good])
             records["extra_hi"] = result.sum_hi[good]
             records["extra_lo"] = result.sum_lo[good]
             self.commit(records)
@@ -354,7 +339,7 @@ class Placement:
         same = (result.sum_hi == blocks.sum_hi[rows]) & (result.sum_lo == blocks.sum_lo[rows])
         if source is Tier.DEVICE:
             # A block that was still open in the device tier has been written on since.
-            same |= (blocks.flags[rows] & SEALED) == 0
+            same |= ~blocks.is_sealed(rows)
         return np.asarray(same)
 
     def bring_up(self, rows: I64) -> Flow[int]:
@@ -364,6 +349,8 @@ class Placement:
         asked has gone, and it ends. Raises PoolExhausted if the device tier has no room for the
         next block, TierFailed if the disk refused to read it.
         """
+        if not len(rows):
+            return 0
         blocks = self.state.blocks
         ids = blocks.id[rows].copy()
         batch_max = MOVE_BATCH
@@ -460,9 +447,7 @@ class Placement:
         if not self.enabled(Tier.DISK):
             return 0
         wanted = (
-            (blocks.id[rows] == ids)
-            & ((blocks.flags[rows] & SEALED) != 0)
-            & ~blocks.has_copy(rows, Tier.DISK)
+            (blocks.id[rows] == ids) & blocks.is_sealed(rows) & ~blocks.has_copy(rows, Tier.DISK)
         )
         done = 0
         for source in (Tier.DEVICE, Tier.HOST):

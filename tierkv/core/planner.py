@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierkv.core.blocks import SEALED
 from tierkv.core.effects import Flow, Move, Moved
 from tierkv.core.ids import I64, U64, Tier
 from tierkv.core.matching import Chain, Matcher
@@ -71,11 +70,12 @@ class Planner:
         if lease not in self.state.leases:
             return
         sequences = [self.state.sequences[one] for one in self.state.lease_sequences[lease]]
-        rows = [sequence.rows for sequence in sequences]
+        tables = [sequence.rows for sequence in sequences]
         records = blank(1, Kind.LEASE_CLOSE)
         records["key"] = lease
         self.placement.commit(records)
-        self._sequences.touch_released(rows)
+        for rows in tables:
+            self._sequences.touch_released(rows)
 
     def open_namespace(self, digest: bytes, shape: PoolShape) -> int:
         """The number of the namespace with this digest, entered if it is new. Mutates."""
@@ -159,7 +159,7 @@ class Planner:
         ids = self.state.blocks.id[rows]
         by_tier = self.state.blocks.best_tier(rows)
         try:
-            usable = yield from self._bring_leading(rows)
+            usable = yield from self.placement.bring_up(rows)
         except (PoolExhausted, TierFailed):
             # No room for more, or the disk refuses to be read now: a shorter prefix is one, too.
             usable = self._leading_in_device(rows)
@@ -297,7 +297,7 @@ class Planner:
         rows = sequence.rows
         ids = self.state.blocks.id[rows]
         try:
-            usable = yield from self._bring_leading(rows)
+            usable = yield from self.placement.bring_up(rows)
         except (PoolExhausted, TierFailed):
             self._suspend_unless_up(sequence)
             raise
@@ -316,7 +316,7 @@ class Planner:
     def _reopen(self, sequence: Sequence) -> None:
         """The worker writes on in the unsealed blocks: copies made of them are out of date."""
         rows, blocks = sequence.rows, self.state.blocks
-        rows = rows[(blocks.flags[rows] & SEALED) == 0]
+        rows = rows[~blocks.is_sealed(rows)]
         self.placement.reopen(rows)
         slots = blocks.slot[Tier.DEVICE][rows].astype(np.int64)
         self.placement.tables.open(
@@ -357,18 +357,14 @@ class Planner:
             ending[sequence.id] = sequence
         if not ending:
             return
-        rows = [sequence.rows for sequence in ending.values()]
+        tables = [sequence.rows for sequence in ending.values()]
         records = blank(len(ending), Kind.SEQ_CLOSE)
         records["id"] = list(ending)
         self.placement.commit(records)
-        self._sequences.touch_released(rows)
+        for rows in tables:
+            self._sequences.touch_released(rows)
 
     # --- matching ---------------------------------------------------------------------------------
-
-    def _bring_leading(self, rows: I64) -> Flow[int]:
-        if not len(rows):
-            return 0
-        return (yield from self.placement.bring_up(rows))
 
     def _leading_in_device(self, rows: I64) -> int:
         missing = np.flatnonzero(~self.state.blocks.has_copy(rows, Tier.DEVICE))
@@ -385,7 +381,7 @@ class Planner:
         """
         tail = rows[first:]
         blocks = self.state.blocks
-        unfit = np.flatnonzero(((blocks.flags[tail] & SEALED) != 0) | (blocks.refs[tail] > 1))
+        unfit = np.flatnonzero(blocks.is_sealed(tail) | (blocks.refs[tail] > 1))
         return first + int(unfit[0]) if len(unfit) else len(rows)
 
     def _copy_block(self, pool: int, row: I64, slots: I64) -> Flow[bool]:
@@ -419,10 +415,9 @@ class Planner:
         pool = self._sequences.pool(sequence.namespace)
         self.placement.tables.open(Tier.DEVICE, pool, slots, allocated["id"])
         cut_off = sequence.rows[keep:]
-        ids = self.state.blocks.id[cut_off].copy()
         self.placement.commit(join(records))
         self.placement.doubt.clear(rows)
-        self._sequences.touch_idle(cut_off[self.state.blocks.id[cut_off] == ids])
+        self._sequences.touch_released(cut_off)
 
     # --- parts ------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +84,22 @@ def join(parts: Sequence[Records]) -> Records:
     # As bytes: numpy concatenates structured arrays field by field, many times slower.
     whole = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts])
     return whole.view(RECORD)
+
+
+def of_copies(
+    kind: Kind,
+    tier: int,
+    rows: npt.NDArray[np.int64],
+    ids: npt.NDArray[np.uint64],
+    slots: npt.NDArray[np.integer[Any]],
+) -> Records:
+    """PLACE or DROP records for the copies of blocks in the tier's slots (all shape [n])."""
+    records = blank(len(rows), kind)
+    records["key"] = rows
+    records["id"] = ids
+    records["tier"] = tier
+    records["loc"] = slots
+    return records
 
 
 def push(sequence: int, rows: npt.NDArray[np.uint32]) -> Records:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierkv.core.blocks import SEALED
 from tierkv.core.ids import I64, NO_BLOCK, U32, U64, Tier, lease_of, sequence_id
 from tierkv.core.placement import Placement
 from tierkv.core.records import Kind, blank
@@ -93,7 +92,7 @@ class Sequences:
         return self.state.pools[self.pool(sequence.namespace)].block_tokens
 
     def sealed_count(self, rows: I64) -> int:
-        sealed = (self.state.blocks.flags[rows] & SEALED) != 0
+        sealed = self.state.blocks.is_sealed(rows)
         return int(np.argmin(sealed)) if not sealed.all() else len(rows)
 
     def parent_id(self, sequence: Sequence, at: int) -> int:
@@ -122,17 +121,16 @@ class Sequences:
 
     def truncate(self, sequence: Sequence, keep: int) -> None:
         cut_off = sequence.rows[keep:]
-        ids = self.state.blocks.id[cut_off].copy()
         records = blank(1, Kind.SEQ_TRUNCATE)
         records["id"] = sequence.id
         records["loc"] = keep
         self.placement.commit(records)
-        self.touch_idle(cut_off[self.state.blocks.id[cut_off] == ids])
+        self.touch_released(cut_off)
 
-    def touch_released(self, tables: list[I64]) -> None:
-        for rows in tables:
-            self.touch_idle(rows[self.state.blocks.id[rows] != 0])
+    def touch_released(self, rows: I64) -> None:
+        """The last commit let go of these blocks (in chain order).
 
-    def touch_idle(self, rows: I64) -> None:
-        """A request let go of these blocks (in chain order): most recent now, leaf to root."""
+        Those that stay cached are the most recent now, leaf to root.
+        """
+        rows = rows[self.state.blocks.id[rows] != 0]
         self.placement.touch(rows[::-1])

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tierkv.core.blocks import INDEXED, SEALED, Blocks
 from tierkv.core.ids import I64, NO_SLOT, U32, Bool, Tier, lease_of
@@ -152,6 +154,11 @@ class State:
         """Bytes one slot of the pool takes in the tier."""
         return self._slot_bytes(tier, self.pools[pool])
 
+    def slot_bytes_of(self, tier: Tier, rows: I64) -> I64:
+        """Bytes that a slot of each row's pool takes in the tier, shape [n]."""
+        by_pool = [self.slot_bytes(tier, pool) for pool in range(len(self.pools))]
+        return np.asarray(np.array(by_pool, np.int64)[self.pool_of(rows)])
+
     def used_bytes(self, tier: Tier) -> int:
         """Bytes of all used and held slots of a tier."""
         return sum(
@@ -186,6 +193,11 @@ class State:
         """All rows that hold a block, shape [n]."""
         return self.row_set.used()
 
+    def rows_in(self, tier: Tier) -> I64:
+        """All rows with a copy in the tier, shape [n]."""
+        rows = self.live_rows()
+        return rows[self.blocks.has_copy(rows, tier)]
+
     def resize(self, budgets: dict[Tier, int]) -> None:
         """Take new budgets, after recovery; no copy may lie beyond them. Mutates."""
         self.budgets = budgets
@@ -208,8 +220,7 @@ class State:
         if not len(records):
             return
         kinds = records["type"]
-        starts = np.flatnonzero(np.diff(kinds, prepend=kinds[:1] + 1))
-        for start, stop in zip(starts, [*starts[1:], len(records)], strict=True):
+        for start, stop in _runs(kinds):
             kind = int(kinds[start])
             handler = self._handlers.get(kind)
             if handler is not None:
@@ -318,8 +329,7 @@ class State:
 
     def _seq_push(self, records: Records) -> None:
         ids = records["id"]
-        starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] + 1))
-        for start, stop in zip(starts, [*starts[1:], len(records)], strict=True):
+        for start, stop in _runs(ids):
             sequence = self._sequence(int(ids[start]))
             rows = pushed_rows(records[start:stop])
             sequence.push(rows)
@@ -381,7 +391,7 @@ class State:
         blocks = self.blocks
         rows = records["key"].astype(np.int64)
         self._check_ids(rows, records)
-        require(not (blocks.flags[rows] & SEALED).any(), "a block was sealed twice")
+        require(not blocks.is_sealed(rows).any(), "a block was sealed twice")
         indexed = records["tier"] == 1
         old = self.index.get(
             records["hash_hi"][indexed],
@@ -489,10 +499,8 @@ class State:
         self.blocks.slot[tier][rows] = NO_SLOT
 
 
-def _runs(values: U32) -> Iterator[tuple[int, int]]:
-    """Start and end of each run of equal values."""
-    if not len(values):
-        return
+def _runs(values: npt.NDArray[np.unsignedinteger[Any]]) -> Iterator[tuple[int, int]]:
+    """Start and end of each run of equal values; there must be values."""
     start = 0
     for edge in (np.flatnonzero(values[1:] != values[:-1]) + 1).tolist():
         yield start, edge

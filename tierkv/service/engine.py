@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tierkv.core.blocks import SEALED
 from tierkv.core.effects import Effect, Flow, Move, Signal, Wait
 from tierkv.core.ids import I64, RAM_TIERS, U64, Tier
 from tierkv.core.placement import MOVE_BATCH
@@ -250,7 +249,7 @@ class Engine:
             self.planner.take_sealed()
             placement, blocks = self.planner.placement, self.planner.state.blocks
             rows = sequence.rows
-            rows = rows[(blocks.flags[rows] & SEALED) != 0]
+            rows = rows[blocks.is_sealed(rows)]
             ids = blocks.id[rows].copy()
             yield from placement.clean_down(rows, ids)
             alive = blocks.id[rows] == ids
@@ -264,19 +263,16 @@ class Engine:
 
     def write_all_behind(self) -> None:
         """Queue every sealed block that has no copy on disk, however many; after a restart."""
-        state = self.planner.state
+        state, blocks = self.planner.state, self.planner.state.blocks
         if not self.planner.placement.enabled(Tier.DISK):
             return
         self._behind.clear()
         self._behind_blocks = 0
         rows = state.live_rows()
-        wanted = ((state.blocks.flags[rows] & SEALED) != 0) & ~state.blocks.has_copy(
-            rows, Tier.DISK
-        )
-        rows = rows[wanted]
+        rows = rows[blocks.is_sealed(rows) & ~blocks.has_copy(rows, Tier.DISK)]
         for at in range(0, len(rows), MOVE_BATCH):
             part = rows[at : at + MOVE_BATCH]
-            self._put_behind(part, state.blocks.id[part].copy())
+            self._put_behind(part, blocks.id[part].copy())
 
     def _put_behind(self, rows: I64, ids: U64) -> None:
         self._behind.append((rows, ids))

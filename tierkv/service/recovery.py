@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 from tierkv_wal import EndKind, RealStorage, WalError, WalReader, WalVersion, WalWriter
 
 from tierkv.config.schema import Config
-from tierkv.core.blocks import SEALED
 from tierkv.core.ids import I64, RAM_TIERS, Bool, Tier
 from tierkv.core.invariants import check_invariants
-from tierkv.core.records import RECORD, Kind, blank
+from tierkv.core.records import RECORD, Kind, blank, of_copies
 from tierkv.core.restart_order import restart_order
 from tierkv.core.state import Sequence, State
 from tierkv.errors import ConfigError, CorruptionError, InvariantViolation
@@ -250,18 +250,15 @@ def _open_format(config: Config, directory: StateDirectory) -> StoreFormat:
             config.disk.segment_bytes,
             stored.disk_segment_bytes,
         )
-    sizes = (stored.device_bytes, stored.host_bytes, stored.disk_bytes)
-    if sizes != (config.device.bytes, config.host.bytes, config.disk.bytes):
-        stored = StoreFormat(
-            version=stored.version,
-            store=stored.store,
-            disk_segment_bytes=stored.disk_segment_bytes,
-            device_bytes=config.device.bytes,
-            host_bytes=config.host.bytes,
-            disk_bytes=config.disk.bytes,
-        )
-        directory.write_format(stored)
-    return stored
+    current = replace(
+        stored,
+        device_bytes=config.device.bytes,
+        host_bytes=config.host.bytes,
+        disk_bytes=config.disk.bytes,
+    )
+    if current != stored:
+        directory.write_format(current)
+    return current
 
 
 def _fresh_format(config: Config) -> StoreFormat:
@@ -344,7 +341,7 @@ def _undo(
 def _reopen(state: State, arenas: dict[Tier, Arena]) -> None:
     """Name unsealed blocks in their entries, without checksum: their workers write on in them."""
     rows = state.live_rows()
-    rows = rows[(state.blocks.flags[rows] & SEALED) == 0]
+    rows = rows[~state.blocks.is_sealed(rows)]
     rows = rows[(state.blocks.active[rows] > 0) & state.blocks.has_copy(rows, Tier.DEVICE)]
     for pool, members in state.by_pool(rows):
         slots = state.blocks.slot[Tier.DEVICE][members].astype(np.int64)
@@ -354,7 +351,7 @@ def _reopen(state: State, arenas: dict[Tier, Arena]) -> None:
 def _drop_stale_copies(state: State, sequence: Sequence) -> None:
     """A worker may have written on in unsealed blocks: only their device copies count."""
     rows = sequence.rows
-    rows = rows[(state.blocks.flags[rows] & SEALED) == 0]
+    rows = rows[~state.blocks.is_sealed(rows)]
     rows = rows[state.blocks.has_copy(rows, Tier.DEVICE)]
     for tier in (Tier.HOST, Tier.DISK):
         _drop_copies(state, tier, rows[state.blocks.has_copy(rows, tier)])
@@ -367,7 +364,7 @@ def _drop_lost_copies(
     arenas: dict[Tier, Arena],
     report: RecoveryReport,
 ) -> None:
-    rows = _copies(state, tier)
+    rows = state.rows_in(tier)
     before = len(rows)
     for pool, members in list(state.by_pool(rows)):
         slots = state.blocks.slot[tier][members].astype(np.int64)
@@ -376,34 +373,24 @@ def _drop_lost_copies(
             sound &= _entries_agree(state, tier, arenas.get(tier), pool, members, sound)
         _drop_copies(state, tier, members[~sound])
     _drop_copies(state, tier, _over_budget(state, tier, budgets[tier]))
-    report.tiers[tier].kept = len(_copies(state, tier))
+    report.tiers[tier].kept = len(state.rows_in(tier))
     report.tiers[tier].dropped = before - report.tiers[tier].kept
-
-
-def _copies(state: State, tier: Tier) -> I64:
-    rows = state.live_rows()
-    return rows[state.blocks.has_copy(rows, tier)]
 
 
 def _over_budget(state: State, tier: Tier, budget: int) -> I64:
     """Rows to drop so that the pools together keep to a budget that was lowered: oldest first."""
     if state.used_bytes(tier) <= budget:
         return np.zeros(0, np.int64)
-    rows = _copies(state, tier)
+    rows = state.rows_in(tier)
     rows = rows[restart_order(state.blocks, rows)]
-    sizes = np.array([state.slot_bytes(tier, pool) for pool in range(len(state.pools))], np.int64)
-    freed = np.cumsum(sizes[state.pool_of(rows)])
+    freed = np.cumsum(state.slot_bytes_of(tier, rows))
     excess = state.used_bytes(tier) - budget
     return rows[: int(np.searchsorted(freed, excess)) + 1]
 
 
 def _drop_copies(state: State, tier: Tier, rows: I64) -> None:
-    dropped = blank(len(rows), Kind.DROP)
-    dropped["key"] = rows
-    dropped["id"] = state.blocks.id[rows]
-    dropped["tier"] = tier
-    dropped["loc"] = state.blocks.slot[tier][rows]
-    state.apply(dropped)
+    blocks = state.blocks
+    state.apply(of_copies(Kind.DROP, tier, rows, blocks.id[rows], blocks.slot[tier][rows]))
 
 
 def _entries_agree(
@@ -418,7 +405,7 @@ def _entries_agree(
     slots = blocks.slot[tier][rows[chosen]]
     ids = blocks.id[rows[chosen]]
     entries = arena.table(pool)[slots]
-    sealed = (blocks.flags[rows[chosen]] & SEALED) != 0
+    sealed = blocks.is_sealed(rows[chosen])
     if tier is Tier.DEVICE:
         # It died sealing: the entry has the name of a cached twin already, the log has not. The
         # payload is still what the worker wrote.
@@ -432,7 +419,5 @@ def _entries_agree(
 
 def unverified_rows(state: State) -> I64:
     """Sealed device copies: they outlived a daemon and are checked before they are handed out."""
-    rows = state.live_rows()
-    sealed: Bool = (state.blocks.flags[rows] & SEALED) != 0
-    outlived: I64 = rows[sealed & state.blocks.has_copy(rows, Tier.DEVICE)]
-    return outlived
+    rows = state.rows_in(Tier.DEVICE)
+    return rows[state.blocks.is_sealed(rows)]

@@ -97,8 +97,7 @@ def _verify_slots(
     deep: bool,
     progress: Callable[[int, int], None],
 ) -> None:
-    rows = state.live_rows()
-    rows = rows[state.blocks.has_copy(rows, Tier.DISK)]
+    rows = state.rows_in(Tier.DISK)
     for pool, members in state.by_pool(rows):
         members = members[np.argsort(state.blocks.slot[Tier.DISK][members])]
         with tempfile.TemporaryDirectory(prefix="tierkv-verify-") as scratch:
