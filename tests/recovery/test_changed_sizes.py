@@ -14,7 +14,7 @@ from recovery_harness import DISK_SEGMENT_BYTES, SIZE, Daemon, Machine, chain_of
 from tierkv.core.ids import Tier
 from tierkv.core.invariants import check_invariants
 from tierkv.core.spec import KVSpec
-from tierkv.service import recovery
+from tierkv.service import machine as machine_module
 
 Start = Callable[..., Daemon]
 A = list(range(100, 100 + 4 * SIZE))
@@ -195,7 +195,7 @@ def test_arenas_of_another_boot_are_not_taken_over(
     if not os.path.ismount("/dev/shm") or not str(daemon.directory.path).startswith("/dev/shm"):
         pytest.skip("needs a tmpfs: elsewhere files outlive the kernel")
     _filled(daemon)
-    monkeypatch.setattr(recovery, "boot_id", lambda: "another")
+    monkeypatch.setattr(machine_module, "boot_id", lambda: "another")
     daemon = start()
     assert _copies(daemon) == {"device": 0, "host": 0, "disk": 8}
     assert not daemon.state.leases

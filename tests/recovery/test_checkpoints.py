@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from recovery_harness import SIZE, Daemon, Machine, kept, picture
-from tierkv_wal import WalDead
+from tierkv_wal import RealStorage, WalDead
 
 from tierkv.core.ids import Tier
 from tierkv.errors import TierFailed
@@ -51,7 +51,12 @@ class Bench:
         stored = daemon.directory.read_format()
         assert stored is not None
         state = load(
-            daemon.config, daemon.directory, stored, daemon.recovered.index, lambda _what: None
+            daemon.config,
+            daemon.directory,
+            stored,
+            daemon.recovered.index,
+            lambda _what: None,
+            RealStorage(),
         ).state
         return kept(picture(state))
 

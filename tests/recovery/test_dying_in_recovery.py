@@ -22,7 +22,7 @@ from recovery_harness import (
 )
 
 from tierkv.core.invariants import check_invariants
-from tierkv.service import recovery
+from tierkv.service import machine as machine_module
 from tierkv.service.store import StateDirectory
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.index import Index
@@ -35,7 +35,7 @@ TOKEN = b"the worker's own"
 def steps(monkeypatch: pytest.MonkeyPatch) -> Countdown:
     """Every change that recovery makes on disk is a step at which it may die."""
     countdown = Countdown()
-    monkeypatch.setattr(recovery, "RealStorage", lambda: StoppingStorage(countdown))
+    monkeypatch.setattr(machine_module, "RealStorage", lambda: StoppingStorage(countdown))
     for owner, name in (
         (Index, "commit"),
         (Arena, "open"),

@@ -14,9 +14,10 @@ from tierkv_wal import WalError, WalWriter
 from tierkv.core.state import State
 from tierkv.errors import TierFailed, TierFull
 from tierkv.service.journal import Journal
+from tierkv.service.machine import CheckpointIndex
 from tierkv.service.snapshot import index_changes
 from tierkv.tiers.disk import DiskTier
-from tierkv.tiers.index import Index, IndexChanges
+from tierkv.tiers.index import IndexChanges
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,7 +43,7 @@ class Checkpointer:
         journal: Journal,
         writer: WalWriter,
         disk: DiskTier | None,
-        index: Index,
+        index: CheckpointIndex,
         last_lsn: int,
     ) -> None:
         self._state = state

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace
-from tierkv_wal import EndKind, RealStorage, WalError, WalReader, WalVersion, WalWriter
+from tierkv_wal import EndKind, Storage, WalError, WalReader, WalVersion, WalWriter
 
 from tierkv.config.schema import Config
 from tierkv.core.ids import I64, RAM_TIERS, Bool, Tier
@@ -28,13 +28,12 @@ from tierkv.core.records import RECORD, Kind, blank, of_copies
 from tierkv.core.restart_order import restart_order
 from tierkv.core.state import Sequence, State
 from tierkv.errors import ConfigError, CorruptionError, InvariantViolation
-from tierkv.service.process import boot_id, is_alive
+from tierkv.service.machine import CheckpointIndex, Machine, RealMachine
 from tierkv.service.snapshot import index_changes, restore
 from tierkv.service.store import StateDirectory, StoreFormat, new_store
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.copy import check_entries
 from tierkv.tiers.disk import DiskTier
-from tierkv.tiers.index import Index
 from tierkv.tiers.sizes import slot_bytes
 from tierkv.tiers.tables import ArenaTables
 
@@ -75,7 +74,7 @@ class Recovered:
 
     state: State
     specs: dict[int, bytes]
-    index: Index
+    index: CheckpointIndex
     writer: WalWriter
     arenas: dict[Tier, Arena]
     disk: DiskTier | None
@@ -102,18 +101,24 @@ def budgets_of(config: Config) -> dict[Tier, int]:
 
 
 def recover(
-    config: Config, directory: StateDirectory, progress: Callable[[str], None]
+    config: Config,
+    directory: StateDirectory,
+    progress: Callable[[str], None],
+    machine: Machine | None = None,
 ) -> Recovered:
     """Recover the store in ``directory``, or make a new one.
+
+    ``machine``: where everything lies; None for the real one.
 
     Raises OSError if something cannot be read (which is no reason to forget it), ConfigError,
     TierFull, TierFailed.
     """
     started = time.monotonic()
+    machine = machine or RealMachine()
     report = RecoveryReport()
     stored = _open_format(config, directory)
     try:
-        recovered = _recover_once(config, directory, stored, report, progress)
+        recovered = _recover_once(config, directory, stored, report, progress, machine)
     except WalVersion as error:
         # Not damage: forgetting it would throw away what the newer version can read.
         raise ConfigError(f"the log was written by a newer tierkv: {error}") from error
@@ -123,10 +128,10 @@ def recover(
         for path in (directory.index, directory.wal):
             moved = directory.set_aside(path)
             report.quarantined += [str(moved)] if moved else []
-        directory.wal.mkdir()
+        directory.make_folders()
         stored = _fresh_format(config)
         directory.write_format(stored)
-        recovered = _recover_once(config, directory, stored, report, progress)
+        recovered = _recover_once(config, directory, stored, report, progress, machine)
     report.duration_s = time.monotonic() - started
     return recovered
 
@@ -137,10 +142,11 @@ def _recover_once(
     stored: StoreFormat,
     report: RecoveryReport,
     progress: Callable[[str], None],
+    machine: Machine,
 ) -> Recovered:
-    index = Index(directory.index, config.index.map_bytes)
+    index = machine.open_index(directory.index, config.index.map_bytes)
     try:
-        return _rebuild(config, directory, stored, index, report, progress)
+        return _rebuild(config, directory, stored, index, report, progress, machine)
     except BaseException:
         index.close()
         raise
@@ -162,8 +168,9 @@ def load(
     config: Config,
     directory: StateDirectory,
     stored: StoreFormat,
-    index: Index,
+    index: CheckpointIndex,
     progress: Callable[[str], None],
+    storage: Storage,
 ) -> Loaded:
     """Read the last checkpoint and replay the log behind it. Changes nothing on disk.
 
@@ -183,7 +190,7 @@ def load(
     state = State({tier: max(old[tier], budgets[tier]) for tier in Tier}, slot_bytes)
     specs = restore(state, contents)
     after_lsn = int(contents.meta.get("checkpoint_lsn", 0))
-    reader = WalReader(RealStorage(), str(directory.wal), stored.store_uuid, after_lsn)
+    reader = WalReader(storage, str(directory.wal), stored.store_uuid, after_lsn)
     records = 0
     for frame in reader.frames():
         state.apply(frame.records.view(RECORD).reshape(-1))
@@ -199,11 +206,12 @@ def _rebuild(
     config: Config,
     directory: StateDirectory,
     stored: StoreFormat,
-    index: Index,
+    index: CheckpointIndex,
     report: RecoveryReport,
     progress: Callable[[str], None],
+    machine: Machine,
 ) -> Recovered:
-    loaded = load(config, directory, stored, index, progress)
+    loaded = load(config, directory, stored, index, progress, machine.storage)
     state, reader = loaded.state, loaded.reader
     report.records = loaded.records
     if reader.end.kind is not EndKind.CLEAN:
@@ -213,15 +221,15 @@ def _rebuild(
     before = len(state.live_rows())
     if not loaded.complete and state.leases:
         log.warning("the log lacks some of what workers were told: their leases end")
-    arenas = _open_arenas(config, stored, state, keep_device=loaded.complete)
-    _undo(state, budgets, arenas, report)
+    arenas = _open_arenas(config, stored, state, machine, keep_device=loaded.complete)
+    _undo(state, budgets, arenas, report, machine)
     _reopen(state, arenas)
     state.resize(budgets)
     state.reindex()
     check_invariants(state)
     report.blocks = len(state.live_rows())
     report.dropped_blocks = before - report.blocks
-    disk = open_disk(config, stored, state)
+    disk = open_disk(config, stored, state, machine.storage)
     progress("writing the checkpoint")
     state.epoch = max(state.epoch, reader.epoch) + 1
     # Ids of lost records may lie in slots: no later block may be taken for such a one.
@@ -271,7 +279,7 @@ def _fresh_format(config: Config) -> StoreFormat:
 
 
 def _open_arenas(
-    config: Config, stored: StoreFormat, state: State, *, keep_device: bool
+    config: Config, stored: StoreFormat, state: State, machine: Machine, *, keep_device: bool
 ) -> dict[Tier, Arena]:
     """The RAM tiers' arenas, those of the last daemon where they may be trusted.
 
@@ -283,22 +291,22 @@ def _open_arenas(
     budgets = budgets_of(config)
     for tier in RAM_TIERS:
         if not budgets[tier] or (tier is Tier.DEVICE and not keep_device):
-            # The table first: without it nothing is ever taken over.
-            for suffix in ("table", "arena"):
-                (directory / f"{tier.label}.{suffix}").unlink(missing_ok=True)
+            machine.forget_arena(directory, tier.label)
         if budgets[tier]:
-            arenas[tier] = Arena.open(
-                directory, tier.label, budgets[tier], stored.store_uuid, boot_id()
+            arenas[tier] = machine.open_arena(
+                directory, tier.label, budgets[tier], stored.store_uuid
             )
             for pool, shape in enumerate(state.pools):
                 arenas[tier].add_pool(pool, shape.block_bytes, shape.block_tokens)
     return arenas
 
 
-def open_disk(config: Config, stored: StoreFormat, state: State) -> DiskTier | None:
+def open_disk(
+    config: Config, stored: StoreFormat, state: State, storage: Storage
+) -> DiskTier | None:
     if not config.disk.bytes:
         return None
-    disk = DiskTier(config.disk.dir, config.disk.bytes, stored.disk_segment_bytes, RealStorage())
+    disk = DiskTier(config.disk.dir, config.disk.bytes, stored.disk_segment_bytes, storage)
     for pool, shape in enumerate(state.pools):
         disk.add_pool(pool, shape.block_bytes, shape.block_tokens)
     return disk
@@ -308,13 +316,17 @@ def open_disk(config: Config, stored: StoreFormat, state: State) -> DiskTier | N
 
 
 def _undo(
-    state: State, budgets: dict[Tier, int], arenas: dict[Tier, Arena], report: RecoveryReport
+    state: State,
+    budgets: dict[Tier, int],
+    arenas: dict[Tier, Arena],
+    report: RecoveryReport,
+    machine: Machine,
 ) -> None:
     """Bring the state in line with what is really there. Mutates the state."""
     device = arenas.get(Tier.DEVICE)
     device_kept = device is not None and device.adopted
     for lease in list(state.leases.values()):
-        if device_kept and is_alive(lease.pid, lease.start_time):
+        if device_kept and machine.is_alive(lease.pid, lease.start_time):
             report.leases_kept += 1
             continue
         report.leases_closed += 1

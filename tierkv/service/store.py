@@ -17,9 +17,9 @@ from typing import Self
 
 import msgspec
 import xxhash
+from tierkv_wal import RealStorage, Storage
 
 from tierkv.errors import ConfigError, CorruptionError, NotReady
-from tierkv.tiers.linux import sync_directory
 
 FORMAT_VERSION = 1
 FORMAT_NAME = "FORMAT"
@@ -48,23 +48,29 @@ class _Version(msgspec.Struct):
 
 
 class StateDirectory:
-    """The directory, locked for this process. Made by ``open``."""
+    """The directory, locked for this process. Made by ``open``.
 
-    def __init__(self, path: Path, lock_fd: int) -> None:
+    ``storage`` is where all its files lie but the lock. Without a ``lock_fd`` nothing is locked:
+    for a storage that no other process can see.
+    """
+
+    def __init__(self, path: Path, storage: Storage, lock_fd: int | None = None) -> None:
         self.path = path
         self.wal = path / "wal"
         self.index = path / "index"
         self.quarantine = path / "quarantine"
+        self._storage = storage
         self._lock_fd = lock_fd
 
     @classmethod
-    def open(cls, path: Path) -> Self:
+    def open(cls, path: Path, storage: Storage | None = None) -> Self:
         """Make the directory if need be and lock it.
 
         Raises NotReady if another process holds it, ConfigError if it cannot be made.
         """
+        storage = storage or RealStorage()
         try:
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _make_directories(storage, path)
             lock_fd = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
@@ -80,14 +86,22 @@ class StateDirectory:
                 "server.state_dir",
                 state="locked",
             ) from None
-        directory = cls(path, lock_fd)
-        for name in ("wal", "quarantine"):
-            (path / name).mkdir(exist_ok=True)
+        directory = cls(path, storage, lock_fd)
+        directory.make_folders()
         return directory
+
+    def make_folders(self) -> None:
+        """Make the folders of a store that are not there, durably. Raises OSError."""
+        present = self._storage.listdir(str(self.path))
+        missing = [folder for folder in (self.wal, self.quarantine) if folder.name not in present]
+        for folder in missing:
+            self._storage.mkdir(str(folder))
+        if missing:
+            self._storage.fsync_dir(str(self.path))
 
     def read_format(self) -> StoreFormat | None:
         """The FORMAT file, None where there is none. Raises CorruptionError, ConfigError."""
-        return read_format(self.path)
+        return read_format(self.path, self._storage)
 
     def write_format(self, content: StoreFormat) -> None:
         """Replace the FORMAT file.
@@ -96,39 +110,65 @@ class StateDirectory:
         """
         body = msgspec.json.encode(content)
         check = xxhash.xxh3_64_hexdigest(body).encode()
-        draft = self.path / (FORMAT_NAME + ".tmp")
-        with draft.open("wb") as file:
-            file.write(body + b"\n" + check + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(self.path / FORMAT_NAME)
-        sync_directory(self.path)
+        draft = str(self.path / (FORMAT_NAME + ".tmp"))
+        storage = self._storage
+        fd = storage.open(draft, create=True, truncate=True)
+        try:
+            storage.pwrite(fd, body + b"\n" + check + b"\n", 0)
+            storage.fdatasync(fd)
+        finally:
+            storage.close(fd)
+        storage.rename(draft, str(self.path / FORMAT_NAME))
+        storage.fsync_dir(str(self.path))
 
     def set_aside(self, path: Path) -> Path | None:
-        """Move a file or directory into the quarantine; returns where it is now."""
-        if not path.exists():
+        """Move a file or directory of the store into the quarantine; returns where it is now.
+
+        Crash: it is where it was, or in the quarantine.
+        """
+        storage = self._storage
+        if path.name not in storage.listdir(str(path.parent)):
             return None
+        taken = set(storage.listdir(str(self.quarantine)))
         number = 0
-        while (target := self.quarantine / f"{path.name}.{number}").exists():
+        while f"{path.name}.{number}" in taken:
             number += 1
-        path.rename(target)
+        target = self.quarantine / f"{path.name}.{number}"
+        storage.rename(str(path), str(target))
+        storage.fsync_dir(str(self.quarantine))
+        storage.fsync_dir(str(path.parent))
         return target
 
     def close(self) -> None:
         """Unlock."""
-        os.close(self._lock_fd)
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
 
 
-def read_format(state_dir: Path) -> StoreFormat | None:
+def _make_directories(storage: Storage, path: Path) -> None:
+    """Make a directory and those above it that are missing, each durable in its parent."""
+    if path.is_dir():
+        return
+    _make_directories(storage, path.parent)
+    storage.mkdir(str(path))
+    storage.fsync_dir(str(path.parent))
+
+
+def read_format(state_dir: Path, storage: Storage | None = None) -> StoreFormat | None:
     """What a store's FORMAT file says, None where there is none.
 
     Raises CorruptionError if it is damaged, ConfigError if a newer tierkv made it.
     """
     path = state_dir / FORMAT_NAME
+    storage = storage or RealStorage()
     try:
-        body, _, check = path.read_bytes().partition(b"\n")
+        fd = storage.open(str(path), writable=False)
     except FileNotFoundError:
         return None
+    try:
+        body, _, check = storage.pread(fd, storage.size(str(path)), 0).partition(b"\n")
+    finally:
+        storage.close(fd)
     if xxhash.xxh3_64_hexdigest(body).encode() != check.strip():
         raise CorruptionError(
             f"{path} is damaged; move {state_dir} aside to start with an empty cache",

@@ -15,11 +15,11 @@ from tierkv.core.ids import I64, Tier
 from tierkv.core.spec import slot_stride
 from tierkv.core.state import State
 from tierkv.errors import CorruptionError, InvariantViolation
+from tierkv.service.machine import Machine, RealMachine
 from tierkv.service.recovery import load, open_disk
 from tierkv.service.store import StateDirectory
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.disk import DiskTier
-from tierkv.tiers.index import Index
 
 BATCH = 64
 
@@ -51,7 +51,7 @@ def verify(
         return report
     directory = StateDirectory.open(path)
     try:
-        _verify(config, directory, report, deep, progress)
+        _verify(config, directory, report, deep, progress, RealMachine())
     except (CorruptionError, InvariantViolation, WalError) as error:
         report.findings.append(str(error))
     finally:
@@ -65,13 +65,14 @@ def _verify(
     report: VerifyReport,
     deep: bool,
     progress: Callable[[int, int], None],
+    machine: Machine,
 ) -> None:
     stored = directory.read_format()
     if stored is None:
         return
-    index = Index(directory.index, config.index.map_bytes)
+    index = machine.open_index(directory.index, config.index.map_bytes)
     try:
-        loaded = load(config, directory, stored, index, lambda _what: None)
+        loaded = load(config, directory, stored, index, lambda _what: None, machine.storage)
     finally:
         index.close()
     state = loaded.state
@@ -81,7 +82,7 @@ def _verify(
     if loaded.reader.end.kind is EndKind.CORRUPT:
         end = loaded.reader.end
         report.findings.append(f"log {end.path} at byte {end.offset}: {end.reason}")
-    disk = open_disk(config, stored, state)
+    disk = open_disk(config, stored, state, machine.storage)
     if disk is None:
         return
     try:

@@ -1,0 +1,81 @@
+"""The machine a daemon runs on, as recovery sees it: files, index, arenas, processes.
+
+Everything that outlives the daemon, or tells what did, is reached through a ``Machine``. So a
+simulation can give the very code of the daemon a machine that loses power.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from tierkv_wal import RealStorage, Storage
+
+from tierkv.service.process import boot_id, is_alive
+from tierkv.tiers.arena import Arena
+from tierkv.tiers.index import Index, IndexChanges, IndexContents
+
+
+class CheckpointIndex(Protocol):
+    """Where the last checkpoint lies. ``tierkv.tiers.index.Index`` is the real one."""
+
+    def commit(self, changes: IndexChanges) -> None:
+        """See Index."""
+
+    def load(self) -> IndexContents:
+        """See Index."""
+        ...
+
+    @property
+    def map_bytes(self) -> int:
+        """See Index."""
+        ...
+
+    def close(self) -> None:
+        """See Index."""
+
+
+class Machine(Protocol):
+    """What recovery asks of the machine. ``storage``: all files but the index and the arenas."""
+
+    storage: Storage
+
+    def open_index(self, path: Path, map_bytes: int) -> CheckpointIndex:
+        """Open or make the index. Raises CorruptionError, TierFailed."""
+        ...
+
+    def open_arena(self, directory: Path, name: str, budget_bytes: int, store: bytes) -> Arena:
+        """Take over a RAM tier's arena, or make a new one. Raises TierFull, TierFailed."""
+        ...
+
+    def forget_arena(self, directory: Path, name: str) -> None:
+        """Make sure that the next ``open_arena`` makes a new one."""
+
+    def is_alive(self, pid: int, start_time: int) -> bool:
+        """Whether that process is still running."""
+        ...
+
+
+class RealMachine:
+    """This one."""
+
+    def __init__(self) -> None:
+        self.storage: Storage = RealStorage()
+
+    def open_index(self, path: Path, map_bytes: int) -> CheckpointIndex:
+        """See Machine."""
+        return Index(path, map_bytes)
+
+    def open_arena(self, directory: Path, name: str, budget_bytes: int, store: bytes) -> Arena:
+        """See Machine."""
+        return Arena.open(directory, name, budget_bytes, store, boot_id())
+
+    def forget_arena(self, directory: Path, name: str) -> None:
+        """See Machine."""
+        # The table first: without it nothing is ever taken over.
+        for suffix in ("table", "arena"):
+            (directory / f"{name}.{suffix}").unlink(missing_ok=True)
+
+    def is_alive(self, pid: int, start_time: int) -> bool:
+        """See Machine."""
+        return is_alive(pid, start_time)
