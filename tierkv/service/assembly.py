@@ -13,6 +13,7 @@ from tierkv.core.ids import Tier
 from tierkv.core.placement import Placement
 from tierkv.core.planner import RECORDS_PER_BLOCK_MAX, Limits, Planner
 from tierkv.core.policy import Lru
+from tierkv.core.records import Kind, blank
 from tierkv.service.attend import Attention
 from tierkv.service.checkpoint import Checkpointer
 from tierkv.service.engine import Engine
@@ -58,6 +59,20 @@ class Parts:
     attention: Attention
     arenas: Mapping[Tier, Arena]
     disk: DiskTier | None
+
+    def begin(self, epoch: int, *, write_through: bool) -> None:
+        """The first acts of a new incarnation: log its epoch, wait for workers, save the rest.
+
+        Leases that outlived the last daemon wait for their workers from now on; sealed blocks
+        that it did not bring to disk are queued.
+        """
+        record = blank(1, Kind.EPOCH)
+        record["id"] = epoch
+        self.journal.commit(record)
+        self.journal.flush()
+        self.leases.await_workers()
+        if write_through:
+            self.engine.write_all_behind()
 
     async def close(self) -> None:
         """End all threads; the log is written and synced."""

@@ -21,7 +21,6 @@ from tierkv_wal import WalError, WalWriter
 from tierkv.config.schema import Config
 from tierkv.core.counters import Counters
 from tierkv.core.effects import Move
-from tierkv.core.records import Records
 from tierkv.errors import ConfigError, NotReady, TierFailed, TierFull, TierkvError
 from tierkv.obs.exporter import Exporter
 from tierkv.obs.metrics import Metrics
@@ -31,7 +30,6 @@ from tierkv.rpc.listener import Listener, bind_socket
 from tierkv.service.assembly import assemble
 from tierkv.service.checkpoint import Checkpointer
 from tierkv.service.engine import Engine
-from tierkv.service.journal import Journal
 from tierkv.service.last_status import write_last_status
 from tierkv.service.lifecycle import DaemonState, Lifecycle
 from tierkv.service.recovery import Recovered, recover
@@ -154,10 +152,7 @@ class _Daemon:
                 payload_bytes=config.server.message_bytes_max,
             ),
         )
-        _log_epoch(parts.journal, recovered.state.epoch)
-        parts.leases.await_workers()
-        if config.disk.write == "through":
-            parts.engine.write_all_behind()
+        parts.begin(recovered.state.epoch, write_through=config.disk.write == "through")
         gc.collect()
         gc.freeze()
         self._lifecycle.enter(DaemonState.SERVING)
@@ -344,15 +339,6 @@ async def _start_exporter(exporter: Exporter, config: Config) -> None:
     if config.metrics.socket:
         _make_parent("metrics.socket", Path(config.metrics.socket))
     await exporter.start(tcp=config.metrics.tcp, socket=config.metrics.socket)
-
-
-def _log_epoch(journal: Journal, epoch: int) -> None:
-    from tierkv.core.records import Kind, blank
-
-    records: Records = blank(1, Kind.EPOCH)
-    records["id"] = epoch
-    journal.commit(records)
-    journal.flush()
 
 
 async def _drain(engine: Engine, checkpointer: Checkpointer) -> None:

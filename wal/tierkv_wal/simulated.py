@@ -102,7 +102,7 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A name that went, a name that came, or both at once."""
+    """A name that went, a name that came, or both at once; below a directory all names with it."""
 
     directories: frozenset[str]
     removed: str | None
@@ -114,14 +114,31 @@ class _Change:
             names.pop(self.removed, None)
         if self.added is not None:
             names[self.added] = self.node
+        if self.removed is not None and self.added is not None and self.node is _DIRECTORY:
+            for name in [name for name in names if name.startswith(self.removed + "/")]:
+                names[self.added + name.removeprefix(self.removed)] = names.pop(name)
 
 
 @dataclass(slots=True)
 class _Fault:
-    error: BaseException
+    """``error`` None: the call claims success and does nothing."""
+
+    error: BaseException | None
     call: str | None
+    path: str
     countdown: int
+    times: int
     written_bytes: int
+
+    def strikes(self, call: str, path: str) -> bool:
+        """Whether it is this call's turn; counts it."""
+        if self.call not in (None, call) or self.path not in path or not self.times:
+            return False
+        self.countdown -= 1
+        if self.countdown > 0:
+            return False
+        self.times -= 1
+        return True
 
 
 class SimulatedStorage:
@@ -129,35 +146,54 @@ class SimulatedStorage:
     from there.
 
     ``history`` lists every call as (method, path); for a descriptor, the path its file has then.
+    ``before_call`` is told the same before a call does anything: the moment to look at what a
+    crash would leave (``crash``), or to end the process by raising.
     """
 
     def __init__(self) -> None:
         self.history: list[tuple[str, str]] = []
+        self.before_call: Callable[[str, str], None] = lambda _call, _path: None
         self._names: dict[str, _File | None] = {_ROOT: _DIRECTORY}
         self._durable = dict(self._names)
         self._unsynced: list[_Change] = []
         self._open: dict[int, _File] = {}
         self._read_only: set[int] = set()
         self._next_fd = 3
-        self._fault: _Fault | None = None
+        self._faults: list[_Fault] = []
         self._lock = threading.Lock()
 
     # --- what only tests call --------------------------------------------------------------------
 
     def inject(
         self,
-        error: BaseException,
+        error: BaseException | None,
         call: str | None = None,
         *,
+        path: str = "",
         nth: int = 1,
+        times: int = 1,
         written_bytes: int = 0,
     ) -> None:
-        """Let the ``nth`` call from now (of method ``call``, or of any) raise ``error`` instead.
+        """Let calls fail: ``times`` calls, from the ``nth`` from now on.
 
-        A write first stores ``written_bytes`` of its bytes. An ``fdatasync`` that fails with an
-        OSError loses what it should have written. One fault at a time; a new one replaces it.
+        Counted are calls of method ``call`` (None: of any) on paths that contain ``path``.
+        ``error`` is raised instead; None: the call returns as if it had been done (a device that
+        lies). A write first stores ``written_bytes`` of its bytes. An ``fdatasync`` that fails
+        with an OSError loses what it should have written. Each call adds a fault.
         """
-        self._fault = _Fault(error, call, nth, written_bytes)
+        self._faults.append(_Fault(error, call, path, nth, times, written_bytes))
+
+    def clear_faults(self) -> None:
+        """Forget all faults that are still to come."""
+        self._faults.clear()
+
+    def flip_bit(self, path: str, bit: int) -> None:
+        """Let one bit of a file rot, on the device and in the cache. Raises OSError."""
+        with self._lock:
+            node = self._file(_absolute(path))
+            for content in (node.cache, node.device):
+                if bit // 8 < len(content):
+                    content[bit // 8] ^= 1 << bit % 8
 
     def crash(self, rng: Random, mode: Literal["kill", "power"]) -> SimulatedStorage:
         """A file system as it may look after a crash now; this one stays as it is.
@@ -240,8 +276,9 @@ class SimulatedStorage:
             if isinstance(fault.error, OSError):
                 node.lose_pending()
 
-        with self._call("fdatasync", node.path, fail):
-            node.sync()
+        with self._call("fdatasync", node.path, fail) as works:
+            if works:
+                node.sync()
 
     def drop_cache(self, fd: int) -> None:
         node = self._opened(fd)
@@ -262,6 +299,12 @@ class SimulatedStorage:
         source, target = _absolute(source), _absolute(target)
         with self._call("rename", source):
             self._require_directory(_parent(target))
+            if source in self._names and self._names[source] is _DIRECTORY:
+                self._change(source, target, _DIRECTORY)
+                for name, below in self._names.items():
+                    if below is not None and name.startswith(target + "/"):
+                        below.path = name
+                return
             node = self._file(source)
             node.path = target
             self._change(source, target, node)
@@ -289,8 +332,10 @@ class SimulatedStorage:
 
     def fsync_dir(self, path: str) -> None:
         path = _absolute(path)
-        with self._call("fsync_dir", path):
+        with self._call("fsync_dir", path) as works:
             self._require_directory(path)
+            if not works:
+                return
             for change in self._unsynced:
                 if path in change.directories:
                     change.apply(self._durable)
@@ -301,19 +346,24 @@ class SimulatedStorage:
     @contextmanager
     def _call(
         self, name: str, path: str, fail: Callable[[_Fault], None] | None = None
-    ) -> Iterator[None]:
-        """One call at a time: note it; if a fault waits for it, ``fail`` and raise."""
+    ) -> Iterator[bool]:
+        """One call at a time: note it; if a fault waits for it, ``fail`` and raise.
+
+        Yields whether the call shall do its work; a lying one does not.
+        """
+        self.before_call(name, path)
         with self._lock:
             self.history.append((name, path))
-            fault = self._fault
-            if fault is not None and fault.call in (None, name):
-                fault.countdown -= 1
-                if not fault.countdown:
-                    self._fault = None
-                    if fail is not None:
-                        fail(fault)
+            for fault in self._faults:
+                if not fault.strikes(name, path):
+                    continue
+                if fail is not None:
+                    fail(fault)
+                if fault.error is not None:
                     raise fault.error
-            yield
+                yield False
+                return
+            yield True
 
     def _write(self, name: str, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
         node = self._opened(fd, to_write=True)
@@ -323,8 +373,9 @@ class SimulatedStorage:
             if fault.written_bytes:
                 node.write(data[: fault.written_bytes], offset)
 
-        with self._call(name, node.path, fail):
-            node.write(data, offset)
+        with self._call(name, node.path, fail) as works:
+            if works:
+                node.write(data, offset)
 
     def _change(self, removed: str | None, added: str | None, node: _File | None) -> None:
         directories = frozenset(_parent(path) for path in (removed, added) if path is not None)
