@@ -1,0 +1,155 @@
+"""The daemon on a simulated machine: the real core, log, tiers, recovery, engine and sessions.
+
+Not here: sockets, processes, LMDB. They have tests of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tierkv.config import schema
+from tierkv.core.counters import Counters
+from tierkv.core.effects import Move
+from tierkv.errors import TierFailed, TierFull, TierkvError
+from tierkv.rpc import messages as m
+from tierkv.service.assembly import Parts, assemble
+from tierkv.service.lifecycle import DaemonState, Lifecycle
+from tierkv.service.recovery import Recovered, recover
+from tierkv.service.sessions import Sessions
+from tierkv.service.store import StateDirectory
+from tests.simulation.ledger import Ledger, Violation, on_disk
+from tests.simulation.loop import Crash
+from tests.simulation.machine import STATE_DIR, SimulatedMachine
+
+
+def open_store(config: schema.Config, machine: SimulatedMachine) -> Recovered:
+    """Recover what is on the machine."""
+    directory = StateDirectory(STATE_DIR, machine.storage)
+    directory.make_folders()
+    return recover(config, directory, lambda _what: None, machine)
+
+
+class Wire:
+    """The daemon's end of one worker's connection, without a socket."""
+
+    pid = 0
+    uid = 0
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, asyncio.Future[Any]] = {}
+        self.last_id = 0
+
+    def reply(self, request_id: int, message: m.Message) -> None:
+        """See Connection."""
+        self.waiting.pop(request_id).set_result(message)
+
+    def fail(self, error: TierkvError, request_id: int) -> None:
+        """See Connection."""
+        raise AssertionError(f"a reply is too large: {error}")
+
+    def abort(self) -> None:
+        """See Connection."""
+
+
+class SimulatedDaemon:
+    """One incarnation. Everything it acknowledges goes into the ledger."""
+
+    def __init__(self, config: schema.Config, machine: SimulatedMachine, ledger: Ledger) -> None:
+        self.config = config
+        self.ledger = ledger
+        self.recovered = open_store(config, machine)
+        ledger.incarnation(self.recovered)
+        self._note_states(self.recovered)
+        self.parts: Parts = assemble(config, self.recovered, Counters(), self)
+        self._note_replies(self.parts)
+        lifecycle = Lifecycle()
+        for state in (DaemonState.RECOVERING, DaemonState.SERVING):
+            lifecycle.enter(state)
+        self.sessions = Sessions(self.parts, lifecycle, dict, observer=self)
+        through = config.disk.write == "through"
+        self.parts.begin(self.recovered.state.epoch, write_through=through)
+        self._behind = asyncio.get_running_loop().create_task(self.parts.engine.write_behind())
+
+    def connect(self) -> Wire:
+        """A new connection."""
+        wire = Wire()
+        self.sessions.connected(wire)
+        return wire
+
+    def disconnect(self, wire: Wire) -> None:
+        """The worker has gone."""
+        self.sessions.disconnected(wire)
+
+    async def ask(self, wire: Wire, message: m.Message) -> Any:
+        """Send a request; returns its reply, which may be a Failure."""
+        wire.last_id += 1
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        wire.waiting[wire.last_id] = answer
+        self.sessions.request(wire, wire.last_id, message)
+        return await answer
+
+    async def checkpoint(self) -> None:
+        """What the daemon does when a checkpoint is due."""
+        state = self.recovered.state
+        before = on_disk(state)
+        try:
+            await self.parts.checkpointer.run()
+        except (TierFull, TierFailed, OSError):
+            return
+        self.ledger.checkpointed(before, state)
+
+    async def spare(self) -> None:
+        """What the daemon does at every tick."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(None, self.recovered.writer.prepare_spare)
+        except OSError:
+            return
+
+    # --- hooks and observer -----------------------------------------------------------------------
+
+    def synced(self, seconds: float) -> None: ...
+
+    def checkpointed(self, seconds: float) -> None: ...
+
+    def moved(self, move: Move, seconds: float) -> None: ...
+
+    def answered(self, verb: str, code: str, seconds: float) -> None: ...
+
+    def log_died(self, error: Exception) -> None:
+        """The real one exits with a code of its own."""
+        self.ledger.happened["log died"] += 1
+        raise Crash(repr(error))
+
+    def broken(self, error: BaseException) -> None:
+        """The real one says so and exits: a fault of the program."""
+        self.ledger.violate(Violation.BROKEN, repr(error))
+        raise Crash(repr(error))
+
+    # --- what the ledger wants to know ------------------------------------------------------------
+
+    def _note_states(self, recovered: Recovered) -> None:
+        writer, state, ledger = recovered.writer, recovered.state, self.ledger
+        append = writer.append
+
+        def noting(records: Any, flags: int = 0) -> int:
+            lsn = append(records, flags)
+            ledger.appended(lsn, state)
+            return lsn
+
+        writer.append = noting  # type: ignore[method-assign]  # listens in on one object
+
+    def _note_replies(self, parts: Parts) -> None:
+        release, writer, ledger = parts.journal.release, self.recovered.writer, self.ledger
+
+        def noting(reply: Any) -> None:
+            lsn = writer.appended_lsn
+
+            def send() -> None:
+                ledger.promise(lsn)
+                reply()
+
+            release(send)
+
+        parts.journal.release = noting  # type: ignore[method-assign]  # listens in on one object

@@ -1,0 +1,157 @@
+"""Looks at one machine after a crash: recovers it and holds the result against the ledger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierkv.config import schema
+from tierkv.core.ids import I64, U32, U64, Tier
+from tierkv.core.state import PoolShape
+from tierkv.service.recovery import Recovered, load
+from tierkv.service.store import StateDirectory
+from tierkv.tiers.copy import verify_blocks
+from tierkv.tiers.sizes import slot_bytes
+from tests.simulation.daemon import open_store
+from tests.simulation.ledger import Ledger, Promise, Violation, digest, indexed_rows, names_of
+from tests.simulation.machine import STATE_DIR, CrashKind, SimulatedMachine
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an image must show. ``keeps_all``: the disk tier has room, so nothing is evicted.
+
+    ``exact``: no other daemon recovered it before, so the state must be the one at the recovered
+    LSN. ``lies``: the device claimed what it did not do, or its bits flipped. ``sync_failed``: it
+    refused a sync, and may have lost what that should have saved.
+    """
+
+    promise: Promise
+    durability: str
+    kind: CrashKind
+    keeps_all: bool
+    exact: bool = True
+    lies: bool = False
+    sync_failed: bool = False
+
+    @property
+    def lsn(self) -> int:
+        """The log must reach at least here."""
+        kept = self.durability == "power" or (
+            self.durability == "kill" and self.kind == "kill" and not self.sync_failed
+        )
+        return self.promise.lsn if kept and not self.lies else 0
+
+    @property
+    def sealed(self) -> frozenset[bytes]:
+        """These blocks must be found."""
+        return self.promise.sealed if self.lsn and self.keeps_all else frozenset()
+
+    @property
+    def on_disk(self) -> frozenset[bytes]:
+        """These must be readable from disk, whatever the mode."""
+        return frozenset() if self.lies or self.sync_failed else self.promise.on_disk
+
+
+class Inspector:
+    """Recovers machines and notes every violation. Close it at the end."""
+
+    def __init__(self, config: schema.Config, shape: PoolShape) -> None:
+        self._config = config
+        budget = slot_bytes(Tier.DEVICE, shape) * (
+            config.disk.bytes // slot_bytes(Tier.DISK, shape) + 1
+        )
+        self._machine = SimulatedMachine()
+        self._scratch = self._machine.open_arena(STATE_DIR, "scratch", budget, bytes(16))
+        self._scratch.add_pool(0, shape.block_bytes, shape.block_tokens)
+
+    def close(self) -> None:
+        """Remove what it needed."""
+        self._machine.close()
+
+    def inspect(self, machine: SimulatedMachine, ledger: Ledger, expected: Expected) -> Recovered:
+        """Recover the machine and look at what is there. The caller closes the machine."""
+        if expected.exact and not expected.lies:
+            self._check_log(machine, ledger, expected)
+        recovered = open_store(self._config, machine)
+        ledger.check_growth(recovered)
+        report = recovered.report
+        if report.wal_end not in ("clean", "torn") and not expected.lies:
+            ledger.violate(Violation.FLAGGED, f"the log ends {report.wal_end}")
+        self._check_blocks(recovered, ledger, expected)
+        return recovered
+
+    def _check_log(self, machine: SimulatedMachine, ledger: Ledger, expected: Expected) -> None:
+        """The state that index and log give is the live one of that moment."""
+        directory = StateDirectory(STATE_DIR, machine.storage)
+        stored = directory.read_format()
+        if stored is None:
+            if expected.lsn:
+                ledger.violate(Violation.LOST, "the store has no FORMAT")
+            return
+        index = machine.open_index(directory.index, 0)
+        loaded = load(
+            self._config, directory, stored, index, lambda _what: None, machine.storage
+        )
+        lsn = loaded.reader.end.lsn
+        if lsn < expected.lsn:
+            ledger.violate(Violation.LOST, f"the log ends at {lsn}, promised was {expected.lsn}")
+        known = ledger.states.get(lsn)
+        if known is None:
+            ledger.violate(Violation.NOT_THE_STATE, f"no frame ends at lsn {lsn}")
+        elif known != digest(loaded.state):
+            ledger.violate(Violation.NOT_THE_STATE, f"the state at lsn {lsn} is another one")
+
+    def _check_blocks(self, recovered: Recovered, ledger: Ledger, expected: Expected) -> None:
+        """Every block that can be found was put and has its bytes; what must be found is."""
+        state = recovered.state
+        rows = indexed_rows(state)
+        names = names_of(state, rows)
+        if not ledger.payloads.keys() >= set(names):
+            ledger.violate(Violation.NEVER_ISSUED, "a block that nobody ever put")
+            return
+        sound = self._readable(recovered, rows, names, ledger)
+        row_of = dict(zip(names, rows.tolist(), strict=True))
+        for name in expected.sealed:
+            parent = row_of.get(ledger.parents[name])
+            parent_id = 0 if parent is None else int(state.blocks.id[parent])
+            if name not in sound or int(state.blocks.parent[row_of[name]]) != parent_id:
+                ledger.violate(Violation.LOST, f"block {name.hex()} was sealed")
+                return
+        if not sound.issuperset(expected.on_disk):
+            ledger.violate(Violation.LOST, "a block that the last checkpoint held on disk")
+
+    def _readable(
+        self, recovered: Recovered, rows: I64, names: list[bytes], ledger: Ledger
+    ) -> set[bytes]:
+        """Names of the blocks with a copy that passes the daemon's own checks.
+
+        Notes a violation if such a copy has other bytes than were put.
+        """
+        state, sound = recovered.state, set()
+        for tier in Tier:
+            chosen = np.flatnonzero(state.blocks.has_copy(rows, tier))
+            if not len(chosen):
+                continue
+            slots = state.blocks.slot[tier][rows[chosen]]
+            ids = state.blocks.id[rows[chosen]]
+            if tier is Tier.DISK:
+                arena, slots = self._scratch, self._read(recovered, slots, ids)
+            else:
+                arena = recovered.arenas[tier]
+            good = verify_blocks(arena, 0, slots, ids)
+            payloads = arena.payload(0)[slots]
+            for at in np.flatnonzero(good).tolist():
+                name = names[chosen[at]]
+                if payloads[at].tobytes() != ledger.payloads[name]:
+                    ledger.violate(Violation.WRONG, f"{name.hex()} in the {tier.label} tier")
+                sound.add(name)
+        return sound
+
+    def _read(self, recovered: Recovered, slots: U32, ids: U64) -> U32:
+        """Read blocks from disk into the scratch arena; returns their slots there."""
+        assert recovered.disk is not None
+        targets = np.arange(len(slots), dtype=np.uint32)
+        recovered.disk.read(0, slots, ids, self._scratch, targets)
+        return targets

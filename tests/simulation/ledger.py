@@ -1,0 +1,156 @@
+"""What was acknowledged, and what of it a machine must still hold.
+
+The ledger lives outside of the machine: it is what the workers and the world remember.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from tierkv.core.blocks import INDEXED
+from tierkv.core.ids import I64, Tier
+from tierkv.core.state import State
+from tierkv.service.recovery import Recovered
+
+
+class Violation(Enum):
+    """What must never happen. The names of wal.md's invariants are in brackets."""
+
+    LOST = "acknowledged and lost (I1)"
+    WRONG = "wrong bytes served (I2)"
+    RESURRECTED = "dropped for good, and back (I3)"
+    NEVER_ISSUED = "visible, but never put (I5)"
+    NOT_THE_STATE = "the recovered state is not the one at the recovered LSN (I6, I7)"
+    NOT_TWICE = "recovering again gives another state (I8)"
+    NOT_GROWING = "an LSN, epoch or block id was given out before (I9)"
+    FLAGGED = "sound data was called damaged (I11)"
+    NOT_FLAGGED = "damage to synced data went unnoticed (I11)"
+    LEASE_LOST = "a live worker's lease did not wait for it"
+    BROKEN = "the program contradicts itself (I4, I12)"
+    UNUSABLE = "after recovery a put and get round fails (I13)"
+
+
+@dataclass
+class Promise:
+    """What is acknowledged at one moment: may be copied and compared with an image of it."""
+
+    lsn: int = 0
+    sealed: frozenset[bytes] = frozenset()
+    on_disk: frozenset[bytes] = frozenset()
+    """Names of the blocks on disk in the last finished checkpoint, and ever since."""
+
+
+@dataclass
+class Ledger:
+    """Everything ever issued, and what is promised now.
+
+    ``payloads``: the bytes of each block by its chain hash; ``parents``: the hash before it.
+    ``states``: a digest of the state behind each LSN at which a frame may end. ``happened`` counts
+    what the run has seen, so that a run that tests nothing is noticed.
+    """
+
+    payloads: dict[bytes, bytes] = field(default_factory=dict)
+    parents: dict[bytes, bytes] = field(default_factory=dict)
+    states: dict[int, str] = field(default_factory=dict)
+    promise_now: Promise = field(default_factory=Promise)
+    epoch: int = 0
+    next_block: int = 0
+    end_lsn: int = 0
+    violations: list[tuple[Violation, str]] = field(default_factory=list)
+    happened: Counter[str] = field(default_factory=Counter)
+
+    def violate(self, kind: Violation, detail: str) -> None:
+        """Note it; the run ends at the next chance."""
+        self.violations.append((kind, detail))
+
+    def incarnation(self, recovered: Recovered) -> None:
+        """A daemon has recovered: numbers must have grown; what it found is what there is."""
+        self.check_growth(recovered)
+        self.epoch = recovered.state.epoch
+        self.next_block = recovered.state.next_block
+        self.end_lsn = recovered.writer.written_lsn
+        self.states = {recovered.writer.written_lsn: digest(recovered.state)}
+
+    def check_growth(self, recovered: Recovered) -> None:
+        """I9."""
+        state, writer = recovered.state, recovered.writer
+        grows = (
+            state.epoch > self.epoch
+            and state.next_block >= self.next_block
+            and writer.written_lsn >= self.end_lsn
+        )
+        if not grows:
+            self.violate(
+                Violation.NOT_GROWING,
+                f"epoch {state.epoch} after {self.epoch}, next block {state.next_block} after "
+                f"{self.next_block}, lsn {writer.written_lsn} after {self.end_lsn}",
+            )
+
+    def appended(self, lsn: int, state: State) -> None:
+        """Records went into the log."""
+        self.states[lsn] = digest(state)
+        self.next_block = max(self.next_block, state.next_block)
+        if self.promise_now.on_disk:
+            self.promise_now.on_disk &= on_disk(state)
+
+    def promise(self, lsn: int) -> None:
+        """A reply went out that stands for all records up to ``lsn``."""
+        self.promise_now.lsn = max(self.promise_now.lsn, lsn)
+
+    def issued(self, name: bytes, parent: bytes, payload: bytes) -> None:
+        """A worker is about to seal a block."""
+        self.payloads[name] = payload
+        self.parents[name] = parent
+
+    def sealed(self, names: list[bytes]) -> None:
+        """A worker was told that these blocks are sealed."""
+        self.promise_now.sealed |= set(names)
+
+    def checkpointed(self, before: frozenset[bytes], state: State) -> None:
+        """A checkpoint has returned; ``before``: what was on disk when it began."""
+        self.promise_now.on_disk = before & on_disk(state)
+
+    def forget_promises(self) -> None:
+        """Power was lost in a mode that promises nothing then: what is left is what counts."""
+        self.promise_now = Promise()
+
+
+def names_of(state: State, rows: I64) -> list[bytes]:
+    """The chain hashes of rows."""
+    halves = np.stack([state.blocks.hash_hi[rows], state.blocks.hash_lo[rows]], 1)
+    data = halves.astype(">u8").tobytes()
+    return [data[at : at + 16] for at in range(0, len(data), 16)]
+
+
+def indexed_rows(state: State) -> I64:
+    """Rows that a lookup can find."""
+    rows = state.live_rows()
+    return rows[(state.blocks.flags[rows] & INDEXED) != 0]
+
+
+def on_disk(state: State) -> frozenset[bytes]:
+    """Names of the blocks that a lookup can find on disk."""
+    rows = indexed_rows(state)
+    return frozenset(names_of(state, rows[state.blocks.has_copy(rows, Tier.DISK)]))
+
+
+def digest(state: State) -> str:
+    """All that a state must keep."""
+    rows = state.live_rows()
+    blocks = state.blocks
+    hashed = hashlib.blake2b(rows.tobytes(), digest_size=16)
+    hashed.update(blocks.export(rows).tobytes())
+    hashed.update(blocks.refs[rows].tobytes() + blocks.active[rows].tobytes())
+    for key in sorted(state.sequences):
+        sequence = state.sequences[key]
+        hashed.update(f"{key} {sequence.namespace} {sequence.suspended}".encode())
+        hashed.update(sequence.rows.tobytes())
+    hashed.update(repr(sorted(state.leases.values(), key=lambda one: one.id)).encode())
+    hashed.update(repr(sorted(state.namespaces.items())).encode())
+    hashed.update(repr((state.pools, state.next_block, state.next_lease, state.epoch)).encode())
+    return hashed.hexdigest()
