@@ -6,8 +6,12 @@ Not here: sockets, processes, LMDB. They have tests of their own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
+from tests.simulation.ledger import Ledger, Violation
+from tests.simulation.loop import Crash
+from tests.simulation.machine import STATE_DIR, SimulatedMachine
 from tierkv.config import schema
 from tierkv.core.counters import Counters
 from tierkv.core.effects import Move
@@ -18,9 +22,6 @@ from tierkv.service.lifecycle import DaemonState, Lifecycle
 from tierkv.service.recovery import Recovered, recover
 from tierkv.service.sessions import Sessions
 from tierkv.service.store import StateDirectory
-from tests.simulation.ledger import Ledger, Violation, on_disk
-from tests.simulation.loop import Crash
-from tests.simulation.machine import STATE_DIR, SimulatedMachine
 
 
 def open_store(config: schema.Config, machine: SimulatedMachine) -> Recovered:
@@ -91,13 +92,9 @@ class SimulatedDaemon:
 
     async def checkpoint(self) -> None:
         """What the daemon does when a checkpoint is due."""
-        state = self.recovered.state
-        before = on_disk(state)
-        try:
+        refused = contextlib.suppress(TierFull, TierFailed, OSError)
+        with refused, self.ledger.checkpoint(self.recovered.state):
             await self.parts.checkpointer.run()
-        except (TierFull, TierFailed, OSError):
-            return
-        self.ledger.checkpointed(before, state)
 
     async def spare(self) -> None:
         """What the daemon does at every tick."""

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tests.simulation.daemon import open_store
+from tests.simulation.ledger import Ledger, Promise, Violation, digest, indexed_rows, names_of
+from tests.simulation.machine import STATE_DIR, CrashKind, SimulatedMachine
 from tierkv.config import schema
-from tierkv.core.ids import I64, U32, U64, Tier
+from tierkv.core.ids import I64, U8, U32, U64, Bool, Tier
 from tierkv.core.state import PoolShape
 from tierkv.service.recovery import Recovered, load
 from tierkv.service.store import StateDirectory
 from tierkv.tiers.copy import verify_blocks
 from tierkv.tiers.sizes import slot_bytes
-from tests.simulation.daemon import open_store
-from tests.simulation.ledger import Ledger, Promise, Violation, digest, indexed_rows, names_of
-from tests.simulation.machine import STATE_DIR, CrashKind, SimulatedMachine
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,12 @@ class Inspector:
         self._check_blocks(recovered, ledger, expected)
         return recovered
 
+    def unreadable(self, recovered: Recovered, ledger: Ledger) -> frozenset[bytes]:
+        """Names that a lookup finds, but of which no copy is sound."""
+        rows = indexed_rows(recovered.state)
+        names = names_of(recovered.state, rows)
+        return frozenset(names) - self._readable(recovered, rows, names, ledger)
+
     def _check_log(self, machine: SimulatedMachine, ledger: Ledger, expected: Expected) -> None:
         """The state that index and log give is the live one of that moment."""
         directory = StateDirectory(STATE_DIR, machine.storage)
@@ -137,11 +143,10 @@ class Inspector:
             slots = state.blocks.slot[tier][rows[chosen]]
             ids = state.blocks.id[rows[chosen]]
             if tier is Tier.DISK:
-                arena, slots = self._scratch, self._read(recovered, slots, ids)
+                payloads, good = self._read(recovered, slots, ids)
             else:
                 arena = recovered.arenas[tier]
-            good = verify_blocks(arena, 0, slots, ids)
-            payloads = arena.payload(0)[slots]
+                payloads, good = arena.payload(0)[slots], verify_blocks(arena, 0, slots, ids)
             for at in np.flatnonzero(good).tolist():
                 name = names[chosen[at]]
                 if payloads[at].tobytes() != ledger.payloads[name]:
@@ -149,9 +154,9 @@ class Inspector:
                 sound.add(name)
         return sound
 
-    def _read(self, recovered: Recovered, slots: U32, ids: U64) -> U32:
-        """Read blocks from disk into the scratch arena; returns their slots there."""
+    def _read(self, recovered: Recovered, slots: U32, ids: U64) -> tuple[U8, Bool]:
+        """Read blocks from disk as a promotion does: payloads, and which of them it would serve."""
         assert recovered.disk is not None
         targets = np.arange(len(slots), dtype=np.uint32)
-        recovered.disk.read(0, slots, ids, self._scratch, targets)
-        return targets
+        good = recovered.disk.read(0, slots, ids, self._scratch, targets).ok
+        return self._scratch.payload(0)[targets], good

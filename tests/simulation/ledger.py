@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -63,6 +65,9 @@ class Ledger:
     end_lsn: int = 0
     violations: list[tuple[Violation, str]] = field(default_factory=list)
     happened: Counter[str] = field(default_factory=Counter)
+    unreadable: frozenset[bytes] = frozenset()
+    """Names on disk whose bytes an earlier power loss has cost, which is found out by reading."""
+    _checkpoints: list[set[bytes]] = field(default_factory=list)
 
     def violate(self, kind: Violation, detail: str) -> None:
         """Note it; the run ends at the next chance."""
@@ -74,6 +79,7 @@ class Ledger:
         self.epoch = recovered.state.epoch
         self.next_block = recovered.state.next_block
         self.end_lsn = recovered.writer.written_lsn
+        self._checkpoints.clear()
         self.states = {recovered.writer.written_lsn: digest(recovered.state)}
 
     def check_growth(self, recovered: Recovered) -> None:
@@ -95,8 +101,11 @@ class Ledger:
         """Records went into the log."""
         self.states[lsn] = digest(state)
         self.next_block = max(self.next_block, state.next_block)
-        if self.promise_now.on_disk:
-            self.promise_now.on_disk &= on_disk(state)
+        if self.promise_now.on_disk or self._checkpoints:
+            now = on_disk(state)
+            self.promise_now.on_disk &= now
+            for names in self._checkpoints:
+                names &= now
 
     def promise(self, lsn: int) -> None:
         """A reply went out that stands for all records up to ``lsn``."""
@@ -111,13 +120,16 @@ class Ledger:
         """A worker was told that these blocks are sealed."""
         self.promise_now.sealed |= set(names)
 
-    def checkpointed(self, before: frozenset[bytes], state: State) -> None:
-        """A checkpoint has returned; ``before``: what was on disk when it began."""
-        self.promise_now.on_disk = before & on_disk(state)
-
-    def forget_promises(self) -> None:
-        """Power was lost in a mode that promises nothing then: what is left is what counts."""
-        self.promise_now = Promise()
+    @contextmanager
+    def checkpoint(self, state: State) -> Iterator[None]:
+        """A checkpoint is made; if it is done, what was on disk all the while stays readable."""
+        names = set(on_disk(state) - self.unreadable)
+        self._checkpoints.append(names)
+        try:
+            yield
+            self.promise_now.on_disk = frozenset(names)
+        finally:
+            self._checkpoints = [one for one in self._checkpoints if one is not names]
 
 
 def names_of(state: State, rows: I64) -> list[bytes]:

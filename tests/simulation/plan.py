@@ -98,9 +98,9 @@ def _life(rng: Random, faults: bool, steps: int) -> Life:
     count = rng.randint(steps // 4, steps)
     return Life(
         steps=tuple(_step(rng) for _ in range(count)),
-        dies_at=rng.randint(1, 12 * count),
+        dies_at=rng.randint(1, 30 + 5 * count),
         dies_by=rng.choice(("kill", "power")),
-        faults=(_fault(rng),) if faults and rng.random() < 0.25 else (),
+        faults=(_fault(rng),) if faults and rng.random() < 0.7 else (),
         rot=rng.choice((1, 3, 10)) if faults and rng.random() < 0.1 else 0,
         clock_jump_s=rng.choice((0, 0, 10**9, -(10**9))),
         seed=rng.getrandbits(32),
@@ -124,7 +124,7 @@ def _fault(rng: Random) -> Fault:
         kind,
         rng.choice(calls),
         rng.choice(("", ".wal", ".seg", "index")),
-        rng.randint(1, 30),
+        rng.randint(1, 15),
         rng.choice((1, 1, 3, 1000)),
     )
 

@@ -19,6 +19,13 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+from tests.simulation.daemon import SimulatedDaemon, open_store
+from tests.simulation.inspect_image import Expected, Inspector
+from tests.simulation.ledger import Ledger, Violation, digest
+from tests.simulation.loop import Crash, SimulatedLoop, Stuck
+from tests.simulation.machine import STATE_DIR, CrashKind, SimulatedMachine
+from tests.simulation.plan import WORKERS, Fault, Life, Plan, Step
+from tests.simulation.worker import SIZE, SPEC, Worker
 from tierkv.config import schema
 from tierkv.core.ids import Tier
 from tierkv.core.state import PoolShape
@@ -28,20 +35,23 @@ from tierkv.service.recovery import Recovered
 from tierkv.tiers import copy
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.sizes import slot_bytes
-from tests.simulation.daemon import SimulatedDaemon, open_store
-from tests.simulation.inspect_image import Expected, Inspector
-from tests.simulation.ledger import Ledger, Violation, digest
-from tests.simulation.loop import Crash, SimulatedLoop, Stuck
-from tests.simulation.machine import STATE_DIR, CrashKind, SimulatedMachine
-from tests.simulation.plan import WORKERS, Fault, Life, Plan, Step
-from tests.simulation.worker import SIZE, SPEC, Worker
 
 SHAPE = PoolShape(SPEC.block_bytes, SPEC.block_tokens)
 WAL_SEGMENT_BYTES = 24 << 10
 SLOTS_PER_SEGMENT = 4
 
 CHANGES = frozenset(
-    {"open", "pwrite", "pwritev", "fdatasync", "fallocate", "rename", "unlink", "mkdir", "fsync_dir"}
+    (
+        "open",
+        "pwrite",
+        "pwritev",
+        "fdatasync",
+        "fallocate",
+        "rename",
+        "unlink",
+        "mkdir",
+        "fsync_dir",
+    )
 )
 """Calls before which a crash can leave something new."""
 
@@ -143,6 +153,7 @@ class _Run:
         machine.storage.before_call = self._before_call
         loop = SimulatedLoop(rng)
         loop.thread_step = self._step
+        loop.set_exception_handler(self._unexpected)
         jump_s = life.clock_jump_s
         with _ram_steps(self._step), _clock(jump_s):
             _complete(loop, self._serve(life))
@@ -150,6 +161,7 @@ class _Run:
         self.calls += machine.storage.history
         if self._after is None:
             self._after = machine.crash("kill", rng)
+        self.ledger.happened["faults"] += machine.storage.struck
         machine.close()
         self._machine, kind = self._after, life.dies_by if self._left <= 0 else "kill"
         self._machine.storage.clear_faults()
@@ -166,6 +178,9 @@ class _Run:
             self._failed_to_start(error)
             return
         self._recovering = False
+        self._looking = True
+        self.ledger.unreadable = self._inspector.unreadable(daemon.recovered, self.ledger)
+        self._looking = False
         for worker in self._workers:
             await worker.connect(daemon, must_resume=self._must_resume)
         lots = [[one for one in life.steps if one.worker == n] for n in range(WORKERS)]
@@ -187,6 +202,12 @@ class _Run:
                 await worker._ask(m.Flush())
             else:
                 await worker.do(step.verb, step.a, step.b)
+
+    def _unexpected(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """As the daemon has it: an error of our own that nobody handled is a fault."""
+        error = context.get("exception")
+        if isinstance(error, Exception) and not isinstance(error, OSError):
+            self.ledger.violate(Violation.BROKEN, repr(error))
 
     def _failed_to_start(self, error: Exception) -> None:
         """Refusing is right if the device is at fault; it must not be for good."""
@@ -409,10 +430,14 @@ def _quiet() -> Iterator[None]:
 def _clock(jump_s: int) -> Iterator[None]:
     """The wall clock stands elsewhere: nothing may depend on it."""
     now, now_ns = time.time, time.time_ns
-    with (
-        mock.patch("time.time", lambda: now() + jump_s),
-        mock.patch("time.time_ns", lambda: now_ns() + jump_s * 10**9),
-    ):
+
+    def jumped() -> float:
+        return now() + jump_s
+
+    def jumped_ns() -> int:
+        return now_ns() + jump_s * 10**9
+
+    with mock.patch("time.time", jumped), mock.patch("time.time_ns", jumped_ns):
         yield
 
 

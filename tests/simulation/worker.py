@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from tests.simulation.daemon import SimulatedDaemon, Wire
+from tests.simulation.ledger import Ledger, Violation
 from tierkv.core.ids import Tier
 from tierkv.core.prefix import chain_hashes
 from tierkv.core.spec import KVSpec
 from tierkv.rpc import messages as m
-from tests.simulation.daemon import SimulatedDaemon, Wire
-from tests.simulation.ledger import Ledger, Violation
 
 SPEC = KVSpec(model="simulated", layers=1, kv_heads=1, head_dim=32, block_tokens=4)
 SIZE = SPEC.block_tokens

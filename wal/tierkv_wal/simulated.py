@@ -147,7 +147,8 @@ class SimulatedStorage:
 
     ``history`` lists every call as (method, path); for a descriptor, the path its file has then.
     ``before_call`` is told the same before a call does anything: the moment to look at what a
-    crash would leave (``crash``), or to end the process by raising.
+    crash would leave (``crash``), or to end the process by raising. ``struck`` counts the calls
+    that a planted fault has hit.
     """
 
     def __init__(self) -> None:
@@ -159,6 +160,7 @@ class SimulatedStorage:
         self._open: dict[int, _File] = {}
         self._read_only: set[int] = set()
         self._next_fd = 3
+        self.struck = 0
         self._faults: list[_Fault] = []
         self._lock = threading.Lock()
 
@@ -357,6 +359,7 @@ class SimulatedStorage:
             for fault in self._faults:
                 if not fault.strikes(name, path):
                     continue
+                self.struck += 1
                 if fail is not None:
                     fail(fault)
                 if fault.error is not None:
