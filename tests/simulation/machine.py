@@ -6,6 +6,7 @@ were; after "power" they are gone, and of the files there is any legal part.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import shutil
@@ -19,6 +20,7 @@ import numpy as np
 from tierkv_wal import SimulatedStorage
 
 from tierkv.core.blocks import VALUE
+from tierkv.errors import CorruptionError
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.index import IndexChanges, IndexContents
 
@@ -81,7 +83,8 @@ class SimulatedIndex:
         after: _Tables = pickle.loads(pickle.dumps(self._tables))
         after.apply(changes)
         fd = self._storage.open(draft, create=True, truncate=True)
-        self._storage.pwrite(fd, pickle.dumps(after), 0)
+        body = pickle.dumps(after)
+        self._storage.pwrite(fd, hashlib.sha256(body).digest() + body, 0)
         self._storage.fdatasync(fd)
         self._storage.close(fd)
         self._storage.rename(draft, path)
@@ -108,7 +111,10 @@ class SimulatedIndex:
         fd = self._storage.open(path, writable=False)
         data = self._storage.pread(fd, self._storage.size(path), 0)
         self._storage.close(fd)
-        return data
+        check, body = data[:32], data[32:]
+        if hashlib.sha256(body).digest() != check:
+            raise CorruptionError(f"the index {path} is damaged", path=path, offset=0)
+        return body
 
 
 class SimulatedMachine:

@@ -121,7 +121,6 @@ class _Run:
         self._machine = SimulatedMachine()
         self._inspector = Inspector(self._config, SHAPE)
         self._workers = [Worker(number, self.ledger) for number in range(WORKERS)]
-        self._lies = False
         self._sync_failed = False
         self._must_resume = False
 
@@ -211,7 +210,7 @@ class _Run:
 
     def _failed_to_start(self, error: Exception) -> None:
         """Refusing is right if the device is at fault; it must not be for good."""
-        if not self._life.faults and not self._lies:
+        if not self._life.faults and not self.ledger.device_lies:
             self.ledger.violate(Violation.BROKEN, f"the daemon does not start: {error!r}")
         self.ledger.happened["refused to start"] += 1
 
@@ -265,7 +264,7 @@ class _Run:
             kind="power",
             keeps_all=self.plan.keeps_all,
             exact=exact,
-            lies=self._lies,
+            lies=self.ledger.device_lies,
             sync_failed=self._sync_failed,
         )
         try:
@@ -273,7 +272,7 @@ class _Run:
         except InvariantViolation as error:
             self.ledger.violate(Violation.BROKEN, repr(error))
         except (TierkvError, OSError) as error:
-            if not self._lies:
+            if not self.ledger.device_lies:
                 self.ledger.violate(Violation.BROKEN, f"an image is refused: {error!r}")
         return None
 
@@ -316,7 +315,7 @@ class _Run:
         durability = self.plan.durability
         promise = self.ledger.promise_now
         kept = durability == "power" or (durability == "kill" and kind == "kill")
-        damaged = self._lies or (self._sync_failed and durability != "power")
+        damaged = self.ledger.device_lies or (self._sync_failed and durability != "power")
         if not kept or damaged:
             promise.lsn, promise.sealed = 0, frozenset()
         if damaged or self._sync_failed:
@@ -343,7 +342,7 @@ class _Run:
                 Crash("torn"), fault.call, path=fault.path, nth=fault.nth, written_bytes=700
             )
             return
-        self._lies = self._lies or fault.kind == "lie"
+        self.ledger.device_lies |= fault.kind == "lie"
         syncs = fault.kind == "eio" and fault.call in ("fdatasync", "fsync_dir")
         self._sync_failed = self._sync_failed or syncs
         self._machine.storage.inject(
@@ -362,7 +361,7 @@ class _Run:
         if paths:
             path = rng.choice(paths)
             storage.flip_bit(path, rng.randrange(8 * max(1, storage.size(path))))
-            self._lies = True
+            self.ledger.device_lies = True
             promise = self.ledger.promise_now
             promise.lsn, promise.sealed, promise.on_disk = 0, frozenset(), frozenset()
             self._must_resume = False
@@ -389,7 +388,7 @@ class _Run:
         try:
             _complete(SimulatedLoop(Random(1)), put_and_get())
         except (TierkvError, OSError) as error:
-            if not self._lies:
+            if not self.ledger.device_lies:
                 ledger.violate(Violation.UNUSABLE, repr(error))
         finally:
             image.close()
