@@ -143,7 +143,7 @@ class Inspector:
             slots = state.blocks.slot[tier][rows[chosen]]
             ids = state.blocks.id[rows[chosen]]
             if tier is Tier.DISK:
-                payloads, good = self._read(recovered, slots, ids)
+                payloads, good = self._read(recovered, rows[chosen], slots, ids)
             else:
                 arena = recovered.arenas[tier]
                 payloads, good = arena.payload(0)[slots], verify_blocks(arena, 0, slots, ids)
@@ -154,9 +154,12 @@ class Inspector:
                 sound.add(name)
         return sound
 
-    def _read(self, recovered: Recovered, slots: U32, ids: U64) -> tuple[U8, Bool]:
+    def _read(self, recovered: Recovered, rows: I64, slots: U32, ids: U64) -> tuple[U8, Bool]:
         """Read blocks from disk as a promotion does: payloads, and which of them it would serve."""
         assert recovered.disk is not None
         targets = np.arange(len(slots), dtype=np.uint32)
         good = recovered.disk.read(0, slots, ids, self._scratch, targets).ok
+        entries, blocks = self._scratch.table(0)[targets], recovered.state.blocks
+        good &= entries["sum_hi"] == blocks.sum_hi[rows]
+        good &= entries["sum_lo"] == blocks.sum_lo[rows]
         return self._scratch.payload(0)[targets], good
