@@ -1,0 +1,451 @@
+"""The mutants: each breaks one rule on which crash safety rests.
+
+``Simulated``: the simulation must find a violation within so many runs. ``Tests``: these tests
+must fail. What breaks a rule that only a second rule's failure would show is left out; the text
+of the rule that stands behind it is in docs/DURABILITY.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests.mutants.mutation import Edit
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Plans of the simulation, narrowed to where the rule matters."""
+
+    durability: str
+    dies_by: str = "power"
+    device: int = 6
+    host: int = 0
+    disk: int = 48
+    write: str = "through"
+    faults: tuple[tuple[str, str, str], ...] = ()
+    """(kind, call, path) of a fault in every life."""
+    images: float = 0.5
+    runs: int = 400
+    lives: int = 3
+
+
+@dataclass(frozen=True)
+class Tests:
+    """Tests that must fail."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One broken rule."""
+
+    name: str
+    edits: tuple[Edit, ...]
+    caught_by: Simulated | Tests
+    note: str = field(default="")
+
+
+def _one(name: str, module: str, old: str, new: str, caught_by: Simulated | Tests) -> Mutant:
+    return Mutant(name, (Edit(module, old, new),), caught_by)
+
+
+WRITER = "tierkv_wal.writer"
+SEGMENT = "tierkv_wal.segment"
+SCAN = "tierkv_wal.scan"
+READER = "tierkv_wal.reader"
+JOURNAL = "tierkv.service.journal"
+CHECKPOINT = "tierkv.service.checkpoint"
+RECOVERY = "tierkv.service.recovery"
+MOVER = "tierkv.tiers.mover"
+DISK = "tierkv.tiers.disk"
+SEGMENTS = "tierkv.tiers.segments"
+COPY = "tierkv.tiers.copy"
+STORE = "tierkv.service.store"
+
+WAL_SYNC = """        try:
+            await self._in_thread(self._writer.sync)
+        except (OSError, WalError) as error:
+            self._journal.die(error)
+            raise
+"""
+DISK_SYNC = """        if self._disk is not None:
+            try:
+                await self._in_thread(self._disk.sync)
+            except (TierFull, TierFailed) as error:
+                # Waiting would bring nothing back: such copies are found out when they are read.
+                log.error("copies on disk may not survive power loss: %s", error)
+"""
+COMMIT = """        await self._in_thread(lambda: self._index.commit(content))
+"""
+FORGET = """        try:
+            await self._in_thread(lambda: self._writer.forget(lsn))
+        except OSError as error:
+            log.warning("cannot remove old log segments: %s", error)
+"""
+STEPS = WAL_SYNC + DISK_SYNC + COMMIT + FORGET
+
+MUTANTS = (
+    # --- syncs that are skipped -------------------------------------------------------------------
+    _one(
+        "payload not synced before its PLACE",
+        MOVER,
+        "        if self._durable_writes:\n            disk.sync()\n",
+        "",
+        Simulated("power"),
+    ),
+    _one(
+        "log not synced before the reply",
+        WRITER,
+        "                with self._dying():\n"
+        "                    self._storage.fdatasync(self._fd)\n"
+        "                self._durable_lsn = written_lsn\n",
+        "                self._durable_lsn = written_lsn\n",
+        Simulated("power"),
+    ),
+    _one(
+        "old log segment not synced before its successor",
+        WRITER,
+        "            self._storage.fdatasync(self._fd)\n"
+        "            self._durable_lsn = self._written_lsn\n",
+        "",
+        Simulated("kill"),
+    ),
+    _one(
+        "log segment's name not synced",
+        SEGMENT,
+        "        storage.fsync_dir(directory)\n",
+        "",
+        Simulated("power"),
+    ),
+    _one(
+        "log segment's header not synced before its name",
+        SEGMENT,
+        "        storage.pwrite(fd, header.pack(), 0)\n        storage.fdatasync(fd)\n",
+        "        storage.pwrite(fd, header.pack(), 0)\n",
+        Simulated("power"),
+    ),
+    _one(
+        "payload segment's name not synced",
+        SEGMENTS,
+        "            raise\n        storage.fsync_dir(self._directory)\n",
+        "            raise\n",
+        Simulated("power"),
+    ),
+    _one(
+        "checkpoint does not sync the log",
+        CHECKPOINT,
+        WAL_SYNC,
+        "",
+        Simulated("kill"),
+    ),
+    _one(
+        "checkpoint does not sync payload",
+        CHECKPOINT,
+        DISK_SYNC,
+        "",
+        Simulated("kill"),
+    ),
+    _one(
+        "payload of an earlier process counts as synced",
+        SEGMENTS,
+        "self._dirty = set(self._present)",
+        "self._dirty = set()",
+        Simulated("kill", dies_by="kill"),
+    ),
+    _one(
+        "FORMAT's name not synced",
+        STORE,
+        "        storage.rename(draft, str(self.path / FORMAT_NAME))\n"
+        "        storage.fsync_dir(str(self.path))\n",
+        "        storage.rename(draft, str(self.path / FORMAT_NAME))\n",
+        Simulated("power"),
+    ),
+    _one(
+        "FORMAT not synced before its name",
+        STORE,
+        "            storage.fdatasync(fd)\n",
+        "            pass\n",
+        Simulated("power"),
+    ),
+    _one(
+        "recovery reads a log it did not flush",
+        SEGMENT,
+        "            storage.fdatasync(fd)\n            storage.drop_cache(fd)\n",
+        "            storage.drop_cache(fd)\n",
+        Tests(("tests/wal/test_crash.py",)),
+    ),
+    # --- steps in another order -------------------------------------------------------------------
+    _one(
+        "index committed before the log is synced",
+        CHECKPOINT,
+        STEPS,
+        COMMIT + WAL_SYNC + DISK_SYNC + FORGET,
+        Simulated("kill"),
+    ),
+    _one(
+        "index committed before payload is synced",
+        CHECKPOINT,
+        DISK_SYNC + COMMIT,
+        COMMIT + DISK_SYNC,
+        Simulated("kill"),
+    ),
+    _one(
+        "log removed before the index is committed",
+        CHECKPOINT,
+        COMMIT + FORGET,
+        FORGET + COMMIT,
+        Simulated("power"),
+    ),
+    _one(
+        "recovery goes on in the log before its checkpoint",
+        RECOVERY,
+        "    index.commit(index_changes(state, state.take_changes(), loaded.specs, meta))\n",
+        "    reader.writer(state.epoch, config.wal.segment_bytes).forget(lsn)\n"
+        "    reader._has_writer = False\n"
+        "    index.commit(index_changes(state, state.take_changes(), loaded.specs, meta))\n",
+        Simulated("power"),
+    ),
+    _one(
+        "log segment named before it is written",
+        SEGMENT,
+        "        storage.pwrite(fd, header.pack(), 0)\n"
+        "        storage.fdatasync(fd)\n"
+        "        storage.rename(posixpath.join(directory, SPARE), "
+        "segment_path(directory, header.seq))\n",
+        "        storage.rename(posixpath.join(directory, SPARE), "
+        "segment_path(directory, header.seq))\n"
+        "        storage.pwrite(fd, header.pack(), 0)\n"
+        "        storage.fdatasync(fd)\n",
+        Simulated("power"),
+    ),
+    _one(
+        "block copied down after its PLACE is logged",
+        MOVER,
+        "        result = disk.write(move.pool, target[chosen], arena, source[chosen])\n",
+        "        from tierkv.tiers.entry import blank_entries\n"
+        "        from tierkv.tiers.disk import WriteResult\n"
+        "        late = arena.table(move.pool)[source[chosen]]\n"
+        "        every = np.ones(len(chosen), np.bool_)\n"
+        "        result = WriteResult(every, every, late['sum_hi'], late['sum_lo'], None)\n",
+        Simulated("kill"),
+    ),
+    # --- acknowledged too early -------------------------------------------------------------------
+    _one(
+        "reply before the frame is written",
+        JOURNAL,
+        'if self._durability == "none" or lsn <= self._acked_lsn():',
+        "if True:",
+        Simulated("kill", dies_by="kill"),
+    ),
+    _one(
+        "reply before the frame is synced",
+        JOURNAL,
+        '        if self._durability == "power":\n            return self._writer.durable_lsn\n',
+        "",
+        Simulated("power"),
+    ),
+    _one(
+        "seal answered before its blocks are on disk",
+        "tierkv.service.engine",
+        "        if self._durable_seal:\n",
+        "        if False:\n",
+        Simulated("power"),
+    ),
+    _one(
+        "a failed sync of the log is tried again",
+        WRITER,
+        "                with self._dying():\n"
+        "                    self._storage.fdatasync(self._fd)\n"
+        "                self._durable_lsn = written_lsn\n",
+        "                try:\n"
+        "                    self._storage.fdatasync(self._fd)\n"
+        "                except OSError:\n"
+        "                    self._storage.fdatasync(self._fd)\n"
+        "                self._durable_lsn = written_lsn\n",
+        Simulated("power", faults=(("eio", "fdatasync", ".wal"),)),
+    ),
+    _one(
+        "a failed sync of payload is forgotten",
+        SEGMENTS,
+        "                    raise self._sync_failure from error\n",
+        "                    self._sync_failure = None\n",
+        Simulated("power", faults=(("eio", "fdatasync", ".seg"),)),
+    ),
+    # --- numbers ----------------------------------------------------------------------------------
+    _one(
+        "checkpoint's LSN one too high",
+        CHECKPOINT,
+        'meta = {"checkpoint_lsn": lsn}',
+        'meta = {"checkpoint_lsn": lsn + 1}',
+        Simulated("power"),
+    ),
+    _one(
+        "checkpoint's LSN one too low",
+        CHECKPOINT,
+        'meta = {"checkpoint_lsn": lsn}',
+        'meta = {"checkpoint_lsn": lsn - 1}',
+        Simulated("power"),
+    ),
+    _one(
+        "block ids are given out again after a crash",
+        RECOVERY,
+        "    state.next_block = max(state.next_block, state.epoch * BLOCK_IDS_PER_EPOCH)\n",
+        "",
+        Simulated("kill"),
+    ),
+    Mutant(
+        "epoch not bumped",
+        (
+            Edit(
+                RECOVERY,
+                "    state.epoch = max(state.epoch, reader.epoch) + 1\n",
+                "    state.epoch = max(state.epoch, 1)\n",
+            ),
+            Edit(
+                RECOVERY,
+                "        writer = reader.writer(state.epoch, segment_bytes)\n",
+                "        writer = reader.writer(reader.epoch + 1, segment_bytes)\n",
+            ),
+        ),
+        Simulated("power"),
+    ),
+    # --- slots ------------------------------------------------------------------------------------
+    _one(
+        "slot overwritten before its DROP is written",
+        JOURNAL,
+        '            raise WalDead("the log failed; the daemon is about to exit")\n'
+        "        self._flush()\n"
+        "        if self._dead:\n"
+        '            raise WalDead("the log failed; the daemon is about to exit")\n'
+        '        if self._durability == "power" and',
+        '            raise WalDead("the log failed; the daemon is about to exit")\n'
+        "        return\n"
+        '        if self._durability == "power" and',
+        Simulated("kill", dies_by="kill", disk=6),
+    ),
+    _one(
+        "slot overwritten before its DROP is synced",
+        JOURNAL,
+        '        if self._durability == "power" and self._writer.durable_lsn < '
+        "self._writer.written_lsn:\n",
+        "        if False:\n",
+        Simulated("power", disk=6),
+    ),
+    _one(
+        "slot entry changed before the record that freed the slot is written",
+        JOURNAL,
+        "        if self._state.slots_freed != self._freed_when_written:\n",
+        "        if False:\n",
+        Tests(("tests/recovery/test_slot_entries.py", "tests/recovery/test_random_crashes.py")),
+    ),
+    # --- checks -----------------------------------------------------------------------------------
+    _one(
+        "payload from disk is not checked",
+        DISK,
+        "                ok[index] = sum_matches(entries, index, "
+        "payload[arena_slots[run[index]]])\n",
+        "                ok[index] = True\n",
+        Simulated("kill"),
+    ),
+    _one(
+        "header from disk may be another block's",
+        DISK,
+        '            ok &= (entries["id"] == expected_ids[run]) & has_sum(entries)\n',
+        "            ok &= has_sum(entries)\n",
+        Tests(("tests/tiers/test_disk.py",)),
+    ),
+    _one(
+        "the log's checksum is not compared",
+        "tierkv.core.placement",
+        "        sound = result.ok & self._sums_agree(source, rows, result)\n",
+        "        sound = result.ok\n",
+        Tests(("tests/core", "tests/recovery")),
+    ),
+    _one(
+        "RAM slots trusted without their slot table",
+        RECOVERY,
+        "    good[chosen] = agrees & (same_sum | ~sealed)\n",
+        "    good[chosen] = True\n",
+        Tests(("tests/recovery/test_slot_entries.py",)),
+    ),
+    _one(
+        "RAM tiers of another boot are taken over",
+        "tierkv.tiers.arena",
+        "or not is_tmpfs(path)",
+        "or True",
+        Tests(("tests/tiers/test_arena.py",)),
+    ),
+    _one(
+        "device copies are not verified after a restart",
+        "tierkv.service.assembly",
+        "    placement.doubt.mark(unverified_rows(state))\n",
+        "",
+        Tests(("tests/crash/test_restart.py",)),
+    ),
+    _one(
+        "entry of a slot stays while its payload is overwritten",
+        COPY,
+        "    dst.empty(pool, dst_slots)\n",
+        "",
+        Tests(("tests/tiers/test_copy.py",)),
+    ),
+    # --- the end of the log -----------------------------------------------------------------------
+    _one(
+        "a torn tail is taken for corruption",
+        READER,
+        "        return EndKind.TORN, scan.fault\n",
+        "        return EndKind.CORRUPT, scan.fault\n",
+        Simulated("power"),
+    ),
+    _one(
+        "corruption is taken for a torn tail",
+        READER,
+        "    proof = scan.proof_of_loss()\n    if proof is None:\n",
+        "    proof = None\n    if proof is None:\n",
+        Tests(("tests/wal/test_faults.py",)),
+    ),
+    _one(
+        "no checksum of the frame",
+        SCAN,
+        "        if frame_checksum(self._data[offset:end], self._header.salt) != frame.checksum:\n",
+        "        if False:\n",
+        Simulated("power"),
+    ),
+    _one(
+        "frames need not follow on one another",
+        SCAN,
+        "        if frame.previous_checksum != self._checksum:\n",
+        "        if False:\n",
+        Tests(("tests/wal",)),
+    ),
+    _one(
+        "a shorter log segment is no damage",
+        READER,
+        "    if is_short:\n",
+        "    if False:\n",
+        Tests(("tests/wal",)),
+    ),
+    # --- leases -----------------------------------------------------------------------------------
+    _one(
+        "grace period ignored",
+        "tierkv.service.leases",
+        "            timer = loop.call_later(self._grace_s,",
+        "            timer = loop.call_later(0.0,",
+        Simulated("kill", dies_by="kill"),
+    ),
+    _one(
+        "copies of open blocks in lower tiers are kept",
+        RECOVERY,
+        "            _drop_stale_copies(state, sequence)\n",
+        "            pass\n",
+        Tests(("tests/recovery",)),
+    ),
+    _one(
+        "leases outlive the memory they name",
+        RECOVERY,
+        "        if device_kept and machine.is_alive(",
+        "        if machine.is_alive(",
+        Simulated("power"),
+    ),
+)
