@@ -13,6 +13,7 @@ from tierkv_wal import RealStorage, Storage
 
 from tierkv.service.process import boot_id, is_alive
 from tierkv.tiers.arena import Arena
+from tierkv.tiers.arena_files import ArenaFiles
 from tierkv.tiers.index import Index, IndexChanges, IndexContents
 
 
@@ -68,13 +69,11 @@ class RealMachine:
 
     def open_arena(self, directory: Path, name: str, budget_bytes: int, store: bytes) -> Arena:
         """See Machine."""
-        return Arena.open(directory, name, budget_bytes, store, boot_id())
+        return Arena.open(ArenaFiles(directory), name, budget_bytes, store, boot_id())
 
     def forget_arena(self, directory: Path, name: str) -> None:
         """See Machine."""
-        # The table first: without it nothing is ever taken over.
-        for suffix in ("table", "arena"):
-            (directory / f"{name}.{suffix}").unlink(missing_ok=True)
+        ArenaFiles(directory).drop(name)
 
     def is_alive(self, pid: int, start_time: int) -> bool:
         """See Machine."""
