@@ -55,6 +55,27 @@ def test_two_state_directories_never_share_an_arena(make_environment: MakeEnviro
     assert len(arenas) == 2
 
 
+@pytest.mark.parametrize(
+    ("variables", "keep"),
+    [
+        ({}, "files"),
+        ({"FDSTORE": "8"}, "files"),
+        ({"NOTIFY_SOCKET": "/n"}, "files"),
+        ({"NOTIFY_SOCKET": "/n", "FDSTORE": "3"}, "files"),
+        ({"NOTIFY_SOCKET": "/n", "FDSTORE": "4"}, "manager"),
+        ({"NOTIFY_SOCKET": "/n", "LISTEN_FDNAMES": "rpc"}, "files"),
+        ({"NOTIFY_SOCKET": "/n", "LISTEN_FDNAMES": "rpc:tierkv-device.arena"}, "manager"),
+    ],
+)
+def test_a_service_manager_that_keeps_enough_descriptors_keeps_the_arenas(
+    make_environment: MakeEnvironment, variables: dict[str, str], keep: str
+) -> None:
+    environment = make_environment(variables=variables)
+    assert resolve(Config(), environment).arena.keep == keep
+    assert resolve(Config(arena=Arena(keep="files")), environment).arena.keep == "files"
+    assert resolve(Config(arena=Arena(keep="manager")), environment).arena.keep == "manager"
+
+
 def test_budgets_are_shares_of_what_is_free(make_environment: MakeEnvironment) -> None:
     config = resolve(Config(), make_environment(disk=Space(20 * GiB, 10 * GiB, 0)))
     assert config.device.bytes == 40 * GiB
@@ -130,7 +151,7 @@ def test_nothing_automatic_is_left_and_resolving_again_changes_nothing(
 ) -> None:
     config = resolve(Config(), make_environment())
     automatic = [setting for setting in settings().values() if setting.auto_is]
-    assert len(automatic) == 8
+    assert len(automatic) == 9
     for setting in automatic:
         value = getattr(getattr(config, setting.section), setting.name)
         assert value not in (AUTO, AUTO_BYTES), setting.key

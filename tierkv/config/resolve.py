@@ -20,6 +20,12 @@ HOST_SHARE = 0.1
 DISK_SHARE = 0.5
 DISK_BYTES_MAX = 64 * GiB
 
+ARENA_FDS = 4
+"""Descriptors that the arenas of the RAM tiers need in a service manager's store."""
+
+ARENA_FD_PREFIX = "tierkv-"
+"""What their names there begin with."""
+
 
 class Space(NamedTuple):
     """Bytes of the file system that holds a path; ``own`` are those below the path itself.
@@ -56,7 +62,7 @@ def this_environment(
         uid=os.getuid(),
         variables=dict(os.environ),
         working_dir=str(Path.cwd()),
-        ram_free_bytes=_available_ram_bytes(),
+        ram_free_bytes=available_ram_bytes(),
         space=_space,
         recorded=recorded,
     )
@@ -101,7 +107,9 @@ def resolve(config: Config, environment: Environment) -> Config:
         server=replace(config.server, socket=socket, state_dir=state_dir),
         device=replace(config.device, bytes=device_bytes),
         host=replace(config.host, bytes=host_bytes),
-        arena=replace(config.arena, dir=arena_dir),
+        arena=replace(
+            config.arena, keep=_arena_keep(config.arena.keep, environment.variables), dir=arena_dir
+        ),
         disk=replace(config.disk, dir=disk_dir, bytes=disk_bytes, segment_bytes=segment_bytes),
         metrics=replace(config.metrics, socket=metrics_socket),
     )
@@ -127,7 +135,18 @@ def _auto_arena_dir(state_dir: str) -> str:
     return f"/dev/shm/tierkv-{hashlib.blake2s(state_dir.encode(), digest_size=6).hexdigest()}"
 
 
-def _available_ram_bytes() -> int:
+def _arena_keep(keep: str, variables: Mapping[str, str]) -> str:
+    if keep != AUTO:
+        return keep
+    granted = variables.get("FDSTORE", "")
+    kept = variables.get("LISTEN_FDNAMES", "").split(":")
+    asked = granted.isdecimal() and int(granted) >= ARENA_FDS
+    asked = asked or any(name.startswith(ARENA_FD_PREFIX) for name in kept)
+    return "manager" if asked and variables.get("NOTIFY_SOCKET") else "files"
+
+
+def available_ram_bytes() -> int:
+    """Memory that programs of this machine may still take."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
