@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tierkv.config.check import check
 from tierkv.config.resolve import Environment, Space, resolve, this_environment
 from tierkv.config.schema import (
     AUTO,
@@ -93,6 +94,17 @@ def test_ram_is_limited_by_the_machine_and_by_the_file_system(
     by_machine = resolve(Config(), make_environment(ram_free_bytes=10 * GiB))
     by_file_system = resolve(Config(), make_environment(ram=Space(10 * GiB, 10 * GiB, 0)))
     assert by_machine.device.bytes == by_file_system.device.bytes == 4 * GiB
+
+
+def test_memory_that_the_service_manager_keeps_is_limited_by_no_file_system(
+    make_environment: MakeEnvironment,
+) -> None:
+    environment = make_environment(ram=Space(10 * GiB, 10 * GiB, 0), ram_free_bytes=50 * GiB)
+    config = resolve(Config(arena=Arena(keep="manager")), environment)
+    assert config.device.bytes == 20 * GiB
+    assert list(check(config, environment.space)) == []
+    config = resolve(Config(arena=Arena(keep="files"), device=config.device), environment)
+    assert [problem.key for problem in check(config, environment.space)] == ["device.bytes"]
 
 
 def test_a_restart_counts_its_own_files_as_free(make_environment: MakeEnvironment) -> None:

@@ -182,7 +182,7 @@ def test_what_is_not_ours_is_given_back(kept: SupervisedDaemon) -> None:
 
 
 def test_changing_who_keeps_the_memory_leaves_none_behind(kept: SupervisedDaemon) -> None:
-    for keep in ("files", "manager", "files"):
+    for keep in ("files", "manager"):
         kept.kill()
         kept.settings["arena.keep"] = keep
         kept.start()

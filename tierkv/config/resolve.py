@@ -78,6 +78,7 @@ def resolve(config: Config, environment: Environment) -> Config:
     )
     own = own_socket(environment.uid, environment.variables, state_dir)
     socket = _absolute(config.server.socket, own, environment)
+    arena_keep = _arena_keep(config.arena.keep, environment.variables)
     arena_dir = _absolute(config.arena.dir, _auto_arena_dir(state_dir), environment)
     disk_dir = _absolute(config.disk.dir, f"{state_dir}/data", environment)
     metrics_socket = config.metrics.socket
@@ -89,8 +90,10 @@ def resolve(config: Config, environment: Environment) -> Config:
     device_bytes = _recorded(config.device.bytes, recorded, "device.bytes")
     host_bytes = _recorded(config.host.bytes, recorded, "host.bytes")
     if AUTO_BYTES in (device_bytes, host_bytes):
-        space = environment.space(arena_dir)
-        ram_bytes = min(space.free, environment.ram_free_bytes) + space.own
+        ram_bytes = environment.ram_free_bytes
+        if arena_keep == "files":
+            space = environment.space(arena_dir)
+            ram_bytes = min(space.free, ram_bytes) + space.own
         device_bytes = _automatic(device_bytes, int(DEVICE_SHARE * ram_bytes))
         host_bytes = _automatic(host_bytes, int(HOST_SHARE * ram_bytes))
     disk_bytes = _recorded(config.disk.bytes, recorded, "disk.bytes")
@@ -107,9 +110,7 @@ def resolve(config: Config, environment: Environment) -> Config:
         server=replace(config.server, socket=socket, state_dir=state_dir),
         device=replace(config.device, bytes=device_bytes),
         host=replace(config.host, bytes=host_bytes),
-        arena=replace(
-            config.arena, keep=_arena_keep(config.arena.keep, environment.variables), dir=arena_dir
-        ),
+        arena=replace(config.arena, keep=arena_keep, dir=arena_dir),
         disk=replace(config.disk, dir=disk_dir, bytes=disk_bytes, segment_bytes=segment_bytes),
         metrics=replace(config.metrics, socket=metrics_socket),
     )

@@ -130,7 +130,7 @@ class Device(_Section, frozen=True):
         int,
         _budget(
             "Memory of the device tier.",
-            "40 % of the free RAM on the arena's file system",
+            "40 % of the free RAM, on the arena's file system if files keep it",
             "--device-bytes",
         ),
     ] = AUTO_BYTES
@@ -143,7 +143,7 @@ class Host(_Section, frozen=True):
         int,
         _budget(
             "Memory of the host tier; 0 = no host tier.",
-            "10 % of the free RAM on the arena's file system",
+            "10 % of the free RAM, on the arena's file system if files keep it",
             "--host-bytes",
         ),
     ] = AUTO_BYTES
