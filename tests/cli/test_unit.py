@@ -60,7 +60,7 @@ def test_files_of_the_arenas_outlive_the_daemon() -> None:
 
 def test_systemd_keeps_the_arenas() -> None:
     (granted,) = directives("FileDescriptorStoreMax")
-    assert int(granted) >= ARENA_FDS
+    assert int(granted) >= len(ARENA_FDS)
     assert f"FDSTORE={granted}" in directives("Environment")
     assert directives("NotifyAccess") == ["main"]
 

@@ -64,7 +64,7 @@ def test_two_state_directories_never_share_an_arena(make_environment: MakeEnviro
         ({"NOTIFY_SOCKET": "/n"}, "files"),
         ({"NOTIFY_SOCKET": "/n", "FDSTORE": "3"}, "files"),
         ({"NOTIFY_SOCKET": "/n", "FDSTORE": "4"}, "manager"),
-        ({"NOTIFY_SOCKET": "/n", "LISTEN_FDNAMES": "rpc"}, "files"),
+        ({"NOTIFY_SOCKET": "/n", "LISTEN_FDNAMES": "tierkv-rpc.socket"}, "files"),
         ({"NOTIFY_SOCKET": "/n", "LISTEN_FDNAMES": "rpc:tierkv-device.arena"}, "manager"),
     ],
 )

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Self
 
 from tests.crash.daemon import ROOT, Daemon, python_environment
+from tierkv.config.resolve import ARENA_FDS
 
 FDS_MAX = 8
-ARENAS = ["tierkv-device.arena", "tierkv-device.table", "tierkv-host.arena", "tierkv-host.table"]
+ARENAS = list(ARENA_FDS)
 
 PASS_DESCRIPTORS = """
 import os, sys

@@ -20,11 +20,10 @@ HOST_SHARE = 0.1
 DISK_SHARE = 0.5
 DISK_BYTES_MAX = 64 * GiB
 
-ARENA_FDS = 4
-"""Descriptors that the arenas of the RAM tiers need in a service manager's store."""
-
-ARENA_FD_PREFIX = "tierkv-"
-"""What their names there begin with."""
+ARENA_FDS = tuple(
+    f"tierkv-{tier}.{part}" for tier in ("device", "host") for part in ("arena", "table")
+)
+"""The arenas of the RAM tiers, as a service manager's descriptor store calls their parts."""
 
 
 class Space(NamedTuple):
@@ -141,9 +140,9 @@ def _arena_keep(keep: str, variables: Mapping[str, str]) -> str:
         return keep
     granted = variables.get("FDSTORE", "")
     kept = variables.get("LISTEN_FDNAMES", "").split(":")
-    asked = granted.isdecimal() and int(granted) >= ARENA_FDS
-    asked = asked or any(name.startswith(ARENA_FD_PREFIX) for name in kept)
-    return "manager" if asked and variables.get("NOTIFY_SOCKET") else "files"
+    offered = granted.isdecimal() and int(granted) >= len(ARENA_FDS)
+    offered = offered or not set(kept).isdisjoint(ARENA_FDS)
+    return "manager" if offered and variables.get("NOTIFY_SOCKET") else "files"
 
 
 def available_ram_bytes() -> int:

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-from tierkv.config.resolve import ARENA_FD_PREFIX, ARENA_FDS, available_ram_bytes
+from tierkv.config.resolve import ARENA_FDS, available_ram_bytes
 from tierkv.core.ids import RAM_TIERS
 from tierkv.errors import ConfigError, TierFailed
 from tierkv.service.systemd import Inherited, Notifier
@@ -39,8 +39,7 @@ class FdStore:
         self._held: dict[str, list[int]] = {}
         for name, fd in inherited:
             self._held.setdefault(name, []).append(fd)
-        ours = {_stored_name(tier.label, part) for tier in RAM_TIERS for part in _PARTS}
-        for stored in self._held.keys() - ours:
+        for stored in self._held.keys() - ARENA_FDS:
             log.warning("the service manager passed on %r, which is not ours: dropped", stored)
             self._let_go(stored)
 
@@ -56,10 +55,10 @@ class FdStore:
                 'set); let a unit of Type=notify run the daemon, or write "files"'
             )
         granted = environment.get("FDSTORE", "")  # systemd 254 or later says it
-        if granted.isdecimal() and int(granted) < ARENA_FDS:
+        if granted.isdecimal() and int(granted) < len(ARENA_FDS):
             raise ConfigError(
                 f'arena.keep is "manager", but it keeps {granted} descriptors; set '
-                f'FileDescriptorStoreMax={ARENA_FDS} in the unit, or write "files"'
+                f'FileDescriptorStoreMax={len(ARENA_FDS)} in the unit, or write "files"'
             )
 
     def find(self, name: str) -> ArenaFds | None:
@@ -144,7 +143,7 @@ def _unheard(error: OSError) -> TierFailed:
 
 
 def _stored_name(name: str, part: str) -> str:
-    return f"{ARENA_FD_PREFIX}{name}.{part}"
+    return f"tierkv-{name}.{part}"
 
 
 def _memory(name: str, size_bytes: int, seals: int) -> int:
