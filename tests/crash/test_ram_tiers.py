@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.crash.daemon import Daemon
+from tests.crash.eight_prompts import ALL, NONE, PROMPTS, adopted, check, fill, found, write
 from tests.crash.pattern import SMALL
-from tests.crash.prompts import ALL, NONE, PROMPTS, adopted, check, fill, found, write
 from tests.crash.supervisor import ARENAS, SupervisedDaemon, supervised
 from tierkv.errors import LeaseLost
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.crash.eight_prompts import ALL, NONE, PROMPTS, adopted, check, fill, found, write
 from tests.crash.pattern import SMALL
-from tests.crash.prompts import ALL, NONE, PROMPTS, adopted, check, fill, found, write
 from tests.systemd.sandbox import Sandbox, why_not
 from tierkv.errors import LeaseLost
 

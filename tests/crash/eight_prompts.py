@@ -1,4 +1,4 @@
-"""Some prompts, stored in a running daemon and found again, every byte."""
+"""Eight prompts, stored in a running daemon and found again, every byte."""
 
 from __future__ import annotations
 
