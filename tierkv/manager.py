@@ -30,6 +30,7 @@ from tierkv.core.spec import TOKEN_ID_MAX, KVSpec
 from tierkv.core.state import PoolShape, State
 from tierkv.errors import CorruptionError, InvalidArgument, PoolExhausted
 from tierkv.tiers.arena import Arena
+from tierkv.tiers.arena_files import ArenaFiles
 from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.entry import checksum, split_hashes
 from tierkv.tiers.mover import Mover
@@ -65,8 +66,9 @@ class KVCacheManager:
         blocks = {Tier.DEVICE: device_blocks, Tier.HOST: host_blocks, Tier.DISK: disk_blocks}
         budgets = {tier: count * slot_bytes(tier, shape) for tier, count in blocks.items()}
         self._directory = Path(tempfile.mkdtemp(prefix="tierkv-", dir=directory))
+        home = ArenaFiles(self._directory)
         self._arenas = {
-            tier: Arena.open(self._directory, tier.label, budgets[tier], bytes(16), "")
+            tier: Arena.open(home, tier.label, budgets[tier], bytes(16), "")
             for tier in RAM_TIERS
             if budgets[tier]
         }

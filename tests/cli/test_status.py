@@ -21,6 +21,7 @@ from tierkv.obs.status import (
     CheckpointStatus,
     NamespaceStatus,
     PrefixStatus,
+    RecoveryStatus,
     StatusDocument,
     TierStatus,
     WorkerStatus,
@@ -54,6 +55,7 @@ DOCUMENT = StatusDocument(
     ],
     prefix=PrefixStatus(lookup_tokens=2000, hit_tokens=1500, hit_ratio=0.75),
     evictions={"device>host": 12},
+    recovery=RecoveryStatus(adopted_bytes={"device": 3 << 20, "host": 0}),
     checkpoint=CheckpointStatus(lsn=77, age_s=3.5),
 )
 
@@ -118,6 +120,7 @@ def test_tables_for_people(tierkv: Run, daemon: Daemon) -> None:
         "log          0 B in 0 segments, lsn 0 written, 0 durable\n"
         "checkpoint   3.50 s ago at lsn 77\n"
         "recovery     0 blocks kept, 0 lost, 0 records in 0.00 us\n"
+        "memory kept  device 3.00 MiB\n"
     )
 
 

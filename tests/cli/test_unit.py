@@ -11,7 +11,7 @@ import pytest
 
 from tierkv.cli.exit_codes import Exit
 from tierkv.config.load import SYSTEM_FILE, default_file
-from tierkv.config.resolve import Environment, Space, resolve
+from tierkv.config.resolve import ARENA_FDS, Environment, Space, resolve
 from tierkv.config.schema import Config
 
 UNIT = Path(__file__).parents[2] / "systemd" / "tierkv.service"
@@ -54,8 +54,15 @@ def test_automatic_paths_are_the_directories_that_systemd_makes() -> None:
     assert default_file(environment) in (SYSTEM_FILE, None)
 
 
-def test_the_arena_outlives_the_daemon() -> None:
+def test_files_of_the_arenas_outlive_the_daemon() -> None:
     assert directives("RemoveIPC") == ["no"]
+
+
+def test_systemd_keeps_the_arenas() -> None:
+    (granted,) = directives("FileDescriptorStoreMax")
+    assert int(granted) >= len(ARENA_FDS)
+    assert f"FDSTORE={granted}" in directives("Environment")
+    assert directives("NotifyAccess") == ["main"]
 
 
 def test_the_daemon_sees_when_the_processes_of_other_users_started() -> None:

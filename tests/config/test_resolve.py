@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tierkv.config.check import check
 from tierkv.config.resolve import Environment, Space, resolve, this_environment
 from tierkv.config.schema import (
     AUTO,
@@ -55,6 +56,27 @@ def test_two_state_directories_never_share_an_arena(make_environment: MakeEnviro
     assert len(arenas) == 2
 
 
+@pytest.mark.parametrize(
+    ("variables", "keep"),
+    [
+        ({}, "files"),
+        ({"FDSTORE": "8"}, "files"),
+        ({"NOTIFY_SOCKET": "/n"}, "files"),
+        ({"NOTIFY_SOCKET": "/n", "FDSTORE": "3"}, "files"),
+        ({"NOTIFY_SOCKET": "/n", "FDSTORE": "4"}, "manager"),
+        ({"NOTIFY_SOCKET": "/n", "LISTEN_FDNAMES": "tierkv-rpc.socket"}, "files"),
+        ({"NOTIFY_SOCKET": "/n", "LISTEN_FDNAMES": "rpc:tierkv-device.arena"}, "manager"),
+    ],
+)
+def test_a_service_manager_that_keeps_enough_descriptors_keeps_the_arenas(
+    make_environment: MakeEnvironment, variables: dict[str, str], keep: str
+) -> None:
+    environment = make_environment(variables=variables)
+    assert resolve(Config(), environment).arena.keep == keep
+    assert resolve(Config(arena=Arena(keep="files")), environment).arena.keep == "files"
+    assert resolve(Config(arena=Arena(keep="manager")), environment).arena.keep == "manager"
+
+
 def test_budgets_are_shares_of_what_is_free(make_environment: MakeEnvironment) -> None:
     config = resolve(Config(), make_environment(disk=Space(20 * GiB, 10 * GiB, 0)))
     assert config.device.bytes == 40 * GiB
@@ -72,6 +94,17 @@ def test_ram_is_limited_by_the_machine_and_by_the_file_system(
     by_machine = resolve(Config(), make_environment(ram_free_bytes=10 * GiB))
     by_file_system = resolve(Config(), make_environment(ram=Space(10 * GiB, 10 * GiB, 0)))
     assert by_machine.device.bytes == by_file_system.device.bytes == 4 * GiB
+
+
+def test_memory_that_the_service_manager_keeps_is_limited_by_no_file_system(
+    make_environment: MakeEnvironment,
+) -> None:
+    environment = make_environment(ram=Space(10 * GiB, 10 * GiB, 0), ram_free_bytes=50 * GiB)
+    config = resolve(Config(arena=Arena(keep="manager")), environment)
+    assert config.device.bytes == 20 * GiB
+    assert list(check(config, environment.space)) == []
+    config = resolve(Config(arena=Arena(keep="files"), device=config.device), environment)
+    assert [problem.key for problem in check(config, environment.space)] == ["device.bytes"]
 
 
 def test_a_restart_counts_its_own_files_as_free(make_environment: MakeEnvironment) -> None:
@@ -130,7 +163,7 @@ def test_nothing_automatic_is_left_and_resolving_again_changes_nothing(
 ) -> None:
     config = resolve(Config(), make_environment())
     automatic = [setting for setting in settings().values() if setting.auto_is]
-    assert len(automatic) == 8
+    assert len(automatic) == 9
     for setting in automatic:
         value = getattr(getattr(config, setting.section), setting.name)
         assert value not in (AUTO, AUTO_BYTES), setting.key

@@ -33,7 +33,10 @@ STATUS = StatusDocument(
     },
     wal=WalStatus(segments=6),
     recovery=RecoveryStatus(
-        duration_s=0.5, records=70, tiers={"disk": RecoveredTier(kept=8, dropped=1)}
+        duration_s=0.5,
+        records=70,
+        tiers={"disk": RecoveredTier(kept=8, dropped=1)},
+        adopted_bytes={"device": 300, "host": 0},
     ),
 )
 
@@ -77,6 +80,8 @@ def test_numbers_of_the_status(metrics: Metrics) -> None:
         "tierkv_recovery_records": 70,
         'tierkv_recovery_blocks{result="kept",tier="disk"}': 8,
         'tierkv_recovery_blocks{result="dropped",tier="disk"}': 1,
+        'tierkv_arena_adopted_bytes{tier="device"}': 300,
+        'tierkv_arena_adopted_bytes{tier="host"}': 0,
         'tierkv_state{state="recovering"}': 1,
         'tierkv_state{state="serving"}': 0,
     }

@@ -15,24 +15,12 @@ import msgspec
 import pytest
 
 import tierkv
+from tests.crash.supervisor import PASS_DESCRIPTORS
 from tests.service.blocks import BLOCK, SPEC, check, fill, sized, store, tokens
 from tests.service.running import WAIT_S, Daemon, running, until
 from tierkv.errors import LeaseLost, Unavailable
 
 LOOPS = ["uvloop", "asyncio"]
-
-
-PASS_SOCKETS = """
-import os, sys
-end = sys.argv.index("--")
-aside = [os.dup2(int(fd), 100 + k) for k, fd in enumerate(sys.argv[1:end])]
-for k, fd in enumerate(aside):
-    os.dup2(fd, 3 + k, inheritable=True)
-    os.close(fd)
-os.environ["LISTEN_PID"] = str(os.getpid())
-os.execv(sys.argv[end + 1], sys.argv[end + 1:])
-"""
-"""Does with listening sockets what systemd does: from descriptor 3 on, for this pid alone."""
 
 
 class Manager:
@@ -104,7 +92,7 @@ def test_an_inherited_socket(tmp_path: Path, loop: str, names: str) -> None:
         daemon = Daemon(
             {"server.socket": str(path)},
             extra=variables | ({"LISTEN_FDNAMES": names} if names else {}),
-            launcher=[sys.executable, "-c", PASS_SOCKETS, *map(str, given), "--"],
+            launcher=[sys.executable, "-c", PASS_DESCRIPTORS, *map(str, given), "--"],
             pass_fds=sorted(set(given)),
         )
         daemon.socket = path

@@ -22,6 +22,7 @@ from tierkv_wal import SimulatedStorage
 from tierkv.core.blocks import VALUE
 from tierkv.errors import CorruptionError
 from tierkv.tiers.arena import Arena
+from tierkv.tiers.arena_files import ArenaFiles
 from tierkv.tiers.index import IndexChanges, IndexContents
 
 SHM = Path("/dev/shm")
@@ -133,13 +134,12 @@ class SimulatedMachine:
         return SimulatedIndex(self.storage, str(path))
 
     def open_arena(self, directory: Path, name: str, budget_bytes: int, store: bytes) -> Arena:
-        arena = Arena.open(self.folder, name, budget_bytes, store, "boot")
+        arena = Arena.open(ArenaFiles(self.folder), name, budget_bytes, store, "boot")
         self._arenas.append(arena)
         return arena
 
     def forget_arena(self, directory: Path, name: str) -> None:
-        for suffix in ("table", "arena"):
-            (self.folder / f"{name}.{suffix}").unlink(missing_ok=True)
+        ArenaFiles(self.folder).drop(name)
 
     def is_alive(self, pid: int, start_time: int) -> bool:
         return True

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tierkv.tiers.arena import Arena
+from tierkv.tiers.arena_files import ArenaFiles
 from tierkv.tiers.entry import checksum, make_entries
 
 STORE = bytes(range(16))
@@ -28,9 +29,14 @@ def open_arena(tmp_path: Path) -> Iterator[OpenArena]:
     """Opens arenas in the test's directory and closes them at its end."""
     opened: list[Arena] = []
 
-    def make(name: str = "device", budget_bytes: int = 1 << 20, **kwargs: object) -> Arena:
-        where = {"directory": tmp_path, "store": STORE, "boot_id": BOOT} | kwargs
-        arena = Arena.open(name=name, budget_bytes=budget_bytes, **where)
+    def make(
+        name: str = "device",
+        budget_bytes: int = 1 << 20,
+        directory: Path = tmp_path,
+        store: bytes = STORE,
+        boot_id: str = BOOT,
+    ) -> Arena:
+        arena = Arena.open(ArenaFiles(directory), name, budget_bytes, store, boot_id)
         opened.append(arena)
         return arena
 

@@ -21,6 +21,7 @@ from tierkv.errors import (
     TierFull,
 )
 from tierkv.tiers.arena import POOLS_MAX, Arena
+from tierkv.tiers.arena_files import ArenaFiles
 from tierkv.tiers.copy import check_entries, verify_blocks
 from tierkv.tiers.entry import checksum, make_entries
 from tierkv.tiers.linux import is_tmpfs
@@ -278,7 +279,7 @@ def test_bad_arguments_are_typed_errors(open_arena: OpenArena) -> None:
 def test_closing_leaves_views_usable_and_the_files_in_place(
     open_arena: OpenArena, tmp_path: Path
 ) -> None:
-    arena = Arena.open(tmp_path / "own", "host", 1 << 20, bytes(16), "boot")
+    arena = Arena.open(ArenaFiles(tmp_path / "own"), "host", 1 << 20, bytes(16), "boot")
     arena.add_pool(0, BLOCK_BYTES, BLOCK_TOKENS)
     view = arena.slots(0)
     arena.close()
@@ -289,7 +290,7 @@ def test_closing_leaves_views_usable_and_the_files_in_place(
 
 def fill_for_ever(directory: Path, ready: Any) -> None:
     """Write blocks 1, 2, 3, ... round and round, payload and entry, until killed."""
-    arena = Arena.open(directory, "device", 1 << 20, bytes(16), "boot")
+    arena = Arena.open(ArenaFiles(directory), "device", 1 << 20, bytes(16), "boot")
     arena.add_pool(0, BLOCK_BYTES, BLOCK_TOKENS)
     block_id = 0
     while True:

@@ -18,6 +18,7 @@ from tierkv_wal import RealStorage
 
 from tierkv.errors import InvariantViolation, TierFailed, TierFull
 from tierkv.tiers.arena import Arena
+from tierkv.tiers.arena_files import ArenaFiles
 from tierkv.tiers.copy import verify_blocks
 from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.entry import checksum, make_entries
@@ -226,7 +227,7 @@ def test_any_batches_of_any_sizes_come_back(
     block_bytes = data.draw(st.integers(1, 9000))
     block_tokens = data.draw(st.integers(1, 40))
     directory = tmp_path_factory.mktemp("any")
-    arena = Arena.open(directory, "device", 1 << 20, bytes(16), "boot")
+    arena = Arena.open(ArenaFiles(directory), "device", 1 << 20, bytes(16), "boot")
     disk = DiskTier(str(directory / "data"), 1 << 20, 1 << 17, RealStorage())
     arena.add_pool(0, block_bytes, block_tokens)
     disk.add_pool(0, block_bytes, block_tokens)
@@ -313,7 +314,7 @@ def test_a_flipped_bit_anywhere_in_header_or_payload_is_found(
 def damaged_block(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Three blocks in one segment, for examples that break the middle one and mend it again."""
     directory = tmp_path_factory.mktemp("damage")
-    arena = Arena.open(directory, "device", 1 << 20, bytes(16), "boot")
+    arena = Arena.open(ArenaFiles(directory), "device", 1 << 20, bytes(16), "boot")
     arena.add_pool(POOL, BLOCK_BYTES, BLOCK_TOKENS)
     disk = DiskTier(str(directory / "data"), 40 * SLOT_BYTES, 16 * SLOT_BYTES, RealStorage())
     disk.add_pool(POOL, BLOCK_BYTES, BLOCK_TOKENS)

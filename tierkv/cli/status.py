@@ -168,6 +168,9 @@ def _facts(document: StatusDocument) -> list[tuple[str, str]]:
         f"{recovery.blocks:,} blocks kept, {recovery.dropped_blocks:,} lost, "
         f"{recovery.records:,} records in {about_duration(recovery.duration_s)}"
     )
+    adopted = ", ".join(
+        f"{tier} {about_bytes(size)}" for tier, size in recovery.adopted_bytes.items() if size
+    )
     return [
         ("prefix hits", f"{format_ratio(prefix.hit_ratio)} of the latest tokens"),
         ("since start", f"{prefix.hit_tokens:,} of {prefix.lookup_tokens:,} tokens"),
@@ -177,4 +180,5 @@ def _facts(document: StatusDocument) -> list[tuple[str, str]]:
         ("log", log),
         ("checkpoint", checkpoint if age_s >= 0 else "none yet"),
         ("recovery", recovered),
+        ("memory kept", adopted or "none"),
     ]

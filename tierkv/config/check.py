@@ -46,14 +46,8 @@ def _check_budgets(config: Config, space: Callable[[str], Space]) -> Iterator[Pr
         free = about_bytes(space(config.arena.dir).free)
         what = f"0 B leave no room for blocks, and {config.arena.dir} has {free} free"
         yield Problem("device.bytes", what, "write 1 MiB or more, or choose another arena.dir")
-    ram_bytes = config.device.bytes + config.host.bytes
-    ram_total = space(config.arena.dir).total
-    if ram_bytes > ram_total:
-        what = (
-            f"device.bytes and host.bytes are {about_bytes(ram_bytes)} together, "
-            f"but {config.arena.dir} has {about_bytes(ram_total)}"
-        )
-        yield Problem("device.bytes", what, "lower them, or choose another arena.dir")
+    if config.arena.keep == "files":
+        yield from _check_arena_files(config, space)
     if config.wal.durability == "power" and not config.disk.bytes:
         what = "is power, but without a disk tier no block survives power loss"
         yield Problem("wal.durability", what, "give disk.bytes some space, or choose kill")
@@ -65,6 +59,17 @@ def _check_budgets(config: Config, space: Callable[[str], Space]) -> Iterator[Pr
                 f"{config.disk.dir} has {about_bytes(disk_total)}"
             )
             yield Problem("disk.bytes", what, "lower it, or choose another disk.dir")
+
+
+def _check_arena_files(config: Config, space: Callable[[str], Space]) -> Iterator[Problem]:
+    ram_bytes = config.device.bytes + config.host.bytes
+    ram_total = space(config.arena.dir).total
+    if ram_bytes > ram_total:
+        what = (
+            f"device.bytes and host.bytes are {about_bytes(ram_bytes)} together, "
+            f"but {config.arena.dir} has {about_bytes(ram_total)}"
+        )
+        yield Problem("device.bytes", what, "lower them, or choose another arena.dir")
 
 
 def parse_address(address: str) -> tuple[str, int]:

@@ -20,6 +20,11 @@ HOST_SHARE = 0.1
 DISK_SHARE = 0.5
 DISK_BYTES_MAX = 64 * GiB
 
+ARENA_FDS = tuple(
+    f"tierkv-{tier}.{part}" for tier in ("device", "host") for part in ("arena", "table")
+)
+"""The arenas of the RAM tiers, as a service manager's descriptor store calls their parts."""
+
 
 class Space(NamedTuple):
     """Bytes of the file system that holds a path; ``own`` are those below the path itself.
@@ -56,7 +61,7 @@ def this_environment(
         uid=os.getuid(),
         variables=dict(os.environ),
         working_dir=str(Path.cwd()),
-        ram_free_bytes=_available_ram_bytes(),
+        ram_free_bytes=available_ram_bytes(),
         space=_space,
         recorded=recorded,
     )
@@ -72,6 +77,7 @@ def resolve(config: Config, environment: Environment) -> Config:
     )
     own = own_socket(environment.uid, environment.variables, state_dir)
     socket = _absolute(config.server.socket, own, environment)
+    arena_keep = _arena_keep(config.arena.keep, environment.variables)
     arena_dir = _absolute(config.arena.dir, _auto_arena_dir(state_dir), environment)
     disk_dir = _absolute(config.disk.dir, f"{state_dir}/data", environment)
     metrics_socket = config.metrics.socket
@@ -83,8 +89,10 @@ def resolve(config: Config, environment: Environment) -> Config:
     device_bytes = _recorded(config.device.bytes, recorded, "device.bytes")
     host_bytes = _recorded(config.host.bytes, recorded, "host.bytes")
     if AUTO_BYTES in (device_bytes, host_bytes):
-        space = environment.space(arena_dir)
-        ram_bytes = min(space.free, environment.ram_free_bytes) + space.own
+        ram_bytes = environment.ram_free_bytes
+        if arena_keep == "files":
+            space = environment.space(arena_dir)
+            ram_bytes = min(space.free, ram_bytes) + space.own
         device_bytes = _automatic(device_bytes, int(DEVICE_SHARE * ram_bytes))
         host_bytes = _automatic(host_bytes, int(HOST_SHARE * ram_bytes))
     disk_bytes = _recorded(config.disk.bytes, recorded, "disk.bytes")
@@ -101,7 +109,7 @@ def resolve(config: Config, environment: Environment) -> Config:
         server=replace(config.server, socket=socket, state_dir=state_dir),
         device=replace(config.device, bytes=device_bytes),
         host=replace(config.host, bytes=host_bytes),
-        arena=replace(config.arena, dir=arena_dir),
+        arena=replace(config.arena, keep=arena_keep, dir=arena_dir),
         disk=replace(config.disk, dir=disk_dir, bytes=disk_bytes, segment_bytes=segment_bytes),
         metrics=replace(config.metrics, socket=metrics_socket),
     )
@@ -127,7 +135,18 @@ def _auto_arena_dir(state_dir: str) -> str:
     return f"/dev/shm/tierkv-{hashlib.blake2s(state_dir.encode(), digest_size=6).hexdigest()}"
 
 
-def _available_ram_bytes() -> int:
+def _arena_keep(keep: str, variables: Mapping[str, str]) -> str:
+    if keep != AUTO:
+        return keep
+    granted = variables.get("FDSTORE", "")
+    kept = variables.get("LISTEN_FDNAMES", "").split(":")
+    offered = granted.isdecimal() and int(granted) >= len(ARENA_FDS)
+    offered = offered or not set(kept).isdisjoint(ARENA_FDS)
+    return "manager" if offered and variables.get("NOTIFY_SOCKET") else "files"
+
+
+def available_ram_bytes() -> int:
+    """Memory that programs of this machine may still take."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":

@@ -130,7 +130,7 @@ class Device(_Section, frozen=True):
         int,
         _budget(
             "Memory of the device tier.",
-            "40 % of the free RAM on the arena's file system",
+            "40 % of the free RAM, on the arena's file system if files keep it",
             "--device-bytes",
         ),
     ] = AUTO_BYTES
@@ -143,14 +143,14 @@ class Host(_Section, frozen=True):
         int,
         _budget(
             "Memory of the host tier; 0 = no host tier.",
-            "10 % of the free RAM on the arena's file system",
+            "10 % of the free RAM, on the arena's file system if files keep it",
             "--host-bytes",
         ),
     ] = AUTO_BYTES
 
 
 class Arena(_Section, frozen=True):
-    """The files that hold the RAM tiers, so that their content outlives the daemon."""
+    """The memory that holds the RAM tiers, so that their content outlives the daemon."""
 
     dir: Annotated[
         str,
@@ -159,6 +159,17 @@ class Arena(_Section, frozen=True):
             "/dev/shm/tierkv-HASH, where HASH follows from the state directory",
         ),
     ] = AUTO
+    keep: Annotated[
+        Literal["auto", "files", "manager"],
+        _setting(
+            Kind.TEXT,
+            "Who keeps that memory while no daemon runs: files in arena.dir, or the service "
+            "manager, which then must grant at least 4 stored descriptors "
+            "(FileDescriptorStoreMax=).",
+            auto_is="manager if $FDSTORE says that it grants them or it kept some already, "
+            "else files",
+        ),
+    ] = "auto"
 
 
 class Disk(_Section, frozen=True):

@@ -77,13 +77,17 @@ class RecoveredTier(msgspec.Struct, kw_only=True):
 
 
 class RecoveryStatus(msgspec.Struct, kw_only=True):
-    """What the start found: records replayed, blocks kept, blocks that no tier had any more."""
+    """What the start found: records replayed, blocks kept, blocks that no tier had any more.
+
+    ``adopted_bytes``: memory of each RAM tier that outlived the last daemon; 0 = made anew.
+    """
 
     duration_s: float = 0.0
     records: int = 0
     blocks: int = 0
     dropped_blocks: int = 0
     tiers: dict[str, RecoveredTier] = {}
+    adopted_bytes: dict[str, int] = {}
 
 
 class CheckpointStatus(msgspec.Struct, kw_only=True):

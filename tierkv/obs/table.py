@@ -63,6 +63,11 @@ def _recovered(counters: Counters, status: StatusDocument) -> Iterable[Sample]:
         yield (name, "dropped"), tier.dropped
 
 
+def _adopted(counters: Counters, status: StatusDocument) -> Iterable[Sample]:
+    for name, size_bytes in status.recovery.adopted_bytes.items():
+        yield (name,), size_bytes
+
+
 def _state(counters: Counters, status: StatusDocument) -> Iterable[Sample]:
     for state in STATES:
         yield (state,), float(state == status.state)
@@ -292,6 +297,14 @@ _RECOVERY = (
         "What a crash cost.",
         ("tier", "result"),
         _recovered,
+    ),
+    Declared(
+        "tierkv_arena_adopted_bytes",
+        Type.GAUGE,
+        "Memory of a RAM tier that this daemon took over from the one before; 0 = made anew.",
+        "0 after a crash: the tier's memory was not kept. Say who keeps it by arena.keep.",
+        ("tier",),
+        _adopted,
     ),
 )
 

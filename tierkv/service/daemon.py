@@ -30,13 +30,15 @@ from tierkv.rpc.listener import Listener, bind_socket
 from tierkv.service.assembly import assemble
 from tierkv.service.checkpoint import Checkpointer
 from tierkv.service.engine import Engine
+from tierkv.service.fd_store import FdStore
 from tierkv.service.last_status import write_last_status
 from tierkv.service.lifecycle import DaemonState, Lifecycle
+from tierkv.service.machine import Machine, RealMachine
 from tierkv.service.recovery import Recovered, recover
 from tierkv.service.sessions import Sessions
 from tierkv.service.status import StatusReader
 from tierkv.service.store import StateDirectory
-from tierkv.service.systemd import Notifier, inherited_socket
+from tierkv.service.systemd import Notifier, inherited_descriptors, take_socket
 
 log = logging.getLogger(__name__)
 
@@ -106,13 +108,24 @@ class _Daemon:
         with contextlib.ExitStack() as leaving:
             directory = StateDirectory.open(Path(self._config.server.state_dir))
             leaving.callback(directory.close)
-            listening = _listening_socket(self._config, leaving)
-            await self._recover_and_serve(directory, listening)
+            inherited = inherited_descriptors(os.environ)
+            listening = _listening_socket(self._config, take_socket(inherited), leaving)
+            fd_store = FdStore(self._notifier, inherited)
+            leaving.callback(fd_store.close)
+            if self._config.arena.keep == "manager":
+                fd_store.require_service(os.environ)
+                machine = RealMachine(fd_store)
+            else:
+                fd_store.give_back()
+                machine = RealMachine()
+            await self._recover_and_serve(directory, listening, machine)
         self._lifecycle.enter(DaemonState.STOPPED)
         log.info("stopped")
         return self._exit_code
 
-    async def _recover_and_serve(self, directory: StateDirectory, listening: socket.socket) -> None:
+    async def _recover_and_serve(
+        self, directory: StateDirectory, listening: socket.socket, machine: Machine
+    ) -> None:
         exporter = Exporter(
             exposition=self._metrics.exposition,
             status=lambda: to_plain(self._document()),
@@ -124,7 +137,7 @@ class _Daemon:
             # On a thread, so that health and metrics answer meanwhile. Workers that connect wait in
             # the socket's backlog until the listener runs.
             recovered = await asyncio.get_running_loop().run_in_executor(
-                None, recover, self._config, directory, self._progress
+                None, recover, self._config, directory, self._progress, machine
             )
             await self._serve(recovered, listening, exporter.tcp_port)
         finally:
@@ -311,9 +324,11 @@ class _Daemon:
         self._stop.set()
 
 
-def _listening_socket(config: Config, leaving: contextlib.ExitStack) -> socket.socket:
+def _listening_socket(
+    config: Config, inherited: socket.socket | None, leaving: contextlib.ExitStack
+) -> socket.socket:
     """The inherited socket, or our own, whose file is removed on leaving."""
-    listening = inherited_socket(os.environ)
+    listening = inherited
     if listening is None:
         listening = _own_socket(Path(config.server.socket))
         leaving.callback(Path(config.server.socket).unlink, missing_ok=True)

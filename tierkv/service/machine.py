@@ -11,8 +11,10 @@ from typing import Protocol
 
 from tierkv_wal import RealStorage, Storage
 
+from tierkv.service.fd_store import FdStore
 from tierkv.service.process import boot_id, is_alive
-from tierkv.tiers.arena import Arena
+from tierkv.tiers.arena import Arena, ArenaHome
+from tierkv.tiers.arena_files import ArenaFiles
 from tierkv.tiers.index import Index, IndexChanges, IndexContents
 
 
@@ -59,8 +61,10 @@ class Machine(Protocol):
 class RealMachine:
     """This one."""
 
-    def __init__(self) -> None:
+    def __init__(self, fd_store: FdStore | None = None) -> None:
+        """``fd_store``: what keeps the arenas; without one they are files."""
         self.storage: Storage = RealStorage()
+        self._fd_store = fd_store
 
     def open_index(self, path: Path, map_bytes: int) -> CheckpointIndex:
         """See Machine."""
@@ -68,13 +72,18 @@ class RealMachine:
 
     def open_arena(self, directory: Path, name: str, budget_bytes: int, store: bytes) -> Arena:
         """See Machine."""
-        return Arena.open(directory, name, budget_bytes, store, boot_id())
+        home: ArenaHome = ArenaFiles(directory)
+        if self._fd_store is not None:
+            # A daemon that kept files there may have run before.
+            home.drop(name)
+            home = self._fd_store
+        return Arena.open(home, name, budget_bytes, store, boot_id())
 
     def forget_arena(self, directory: Path, name: str) -> None:
         """See Machine."""
-        # The table first: without it nothing is ever taken over.
-        for suffix in ("table", "arena"):
-            (directory / f"{name}.{suffix}").unlink(missing_ok=True)
+        ArenaFiles(directory).drop(name)
+        if self._fd_store is not None:
+            self._fd_store.drop(name)
 
     def is_alive(self, pid: int, start_time: int) -> bool:
         """See Machine."""

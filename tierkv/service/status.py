@@ -26,6 +26,7 @@ from tierkv.service.assembly import Parts
 from tierkv.service.lifecycle import Lifecycle
 from tierkv.service.recovery import RecoveryReport
 from tierkv.service.sessions import Sessions
+from tierkv.tiers.arena import Arena
 
 
 @dataclass
@@ -71,7 +72,7 @@ class StatusReader:
                 bytes=self.writer.bytes_written,
                 segments=self.writer.segment_count,
             ),
-            recovery=_recovery(self.report),
+            recovery=_recovery(self.report, self.parts.arenas),
             checkpoint=CheckpointStatus(
                 lsn=self.parts.checkpointer.last_lsn, age_s=self.parts.checkpointer.age_s
             ),
@@ -110,7 +111,7 @@ class StatusReader:
         return found
 
 
-def _recovery(report: RecoveryReport) -> RecoveryStatus:
+def _recovery(report: RecoveryReport, arenas: Mapping[Tier, Arena]) -> RecoveryStatus:
     tiers: Mapping[str, RecoveredTier] = {
         tier.label: RecoveredTier(kept=found.kept, dropped=found.dropped)
         for tier, found in report.tiers.items()
@@ -121,4 +122,5 @@ def _recovery(report: RecoveryReport) -> RecoveryStatus:
         blocks=report.blocks,
         dropped_blocks=report.dropped_blocks,
         tiers=dict(tiers),
+        adopted_bytes={tier.label: arena.adopted_bytes for tier, arena in arenas.items()},
     )

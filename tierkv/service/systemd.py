@@ -1,15 +1,30 @@
-"""What systemd wants: sd_notify messages and inherited sockets (sd_notify(3), sd_listen_fds(3))."""
+"""What systemd wants: sd_notify(3) messages, and the descriptors it passes, sd_listen_fds(3)."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import select
 import socket
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 LISTEN_FDS_START = 3
 
 SEND_S = 0.25
 """A manager that does not read for so long is not told; nothing else may wait for it."""
+
+STORE_S = 5.0
+"""How long a manager may take for what must not be lost."""
+
+
+class Inherited(NamedTuple):
+    """A descriptor that the service manager passed on. ``name`` is empty if it gave none."""
+
+    name: str
+    fd: int
 
 
 class Notifier:
@@ -20,29 +35,65 @@ class Notifier:
 
     def send(self, *lines: str) -> None:
         """Send assignments such as READY=1. A manager that is gone is no reason to fail."""
-        if not self._address:
-            return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-            sock.settimeout(SEND_S)
+        if self._address:
+            with contextlib.suppress(OSError):
+                self._send(lines, (), SEND_S)
+
+    def hand_over(self, *lines: str, fds: Sequence[int] = ()) -> None:
+        """Send assignments that must not be lost, and copies of descriptors with them.
+
+        Raises OSError. What the manager thinks of them it does not say.
+        """
+        self._send(lines, fds, STORE_S)
+
+    def wait_until_done(self) -> None:
+        """Return when the manager has done all that it was told. Raises OSError."""
+        ours, theirs = os.pipe2(os.O_CLOEXEC)
+        try:
             try:
-                sock.connect(self._address)
-                sock.send("\n".join(lines).encode())
-            except OSError:
-                return
+                # It closes the pipe once everything before it was dealt with.
+                self._send(["BARRIER=1"], [theirs], STORE_S)
+            finally:
+                os.close(theirs)
+            waiting = select.poll()
+            waiting.register(ours, 0)
+            if not waiting.poll(STORE_S * 1000):
+                raise OSError(errno.ETIMEDOUT, "the service manager does not answer")
+        finally:
+            os.close(ours)
+
+    def _send(self, lines: Iterable[str], fds: Sequence[int], timeout_s: float) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+            sock.settimeout(timeout_s)
+            sock.connect(self._address)
+            socket.send_fds(sock, ["\n".join(lines).encode()], list(fds))
 
 
-def inherited_socket(environment: Mapping[str, str], name: str = "rpc") -> socket.socket | None:
-    """The listening socket that systemd opened for us, or None.
+def inherited_descriptors(environment: Mapping[str, str]) -> list[Inherited]:
+    """All descriptors that systemd passed to this process, in its order; no child gets them.
 
-    With several sockets, the one called ``name`` (FileDescriptorName=), else the first.
+    Call once: whoever calls owns them.
     """
     if environment.get("LISTEN_PID") != str(os.getpid()):
-        return None
+        return []
     count = int(environment.get("LISTEN_FDS", "0"))
     names = environment.get("LISTEN_FDNAMES", "").split(":")
-    if count < 1:
+    names += [""] * (count - len(names))
+    found = [Inherited(names[at], LISTEN_FDS_START + at) for at in range(count)]
+    for one in found:
+        os.set_inheritable(one.fd, False)
+    return found
+
+
+def take_socket(inherited: list[Inherited], name: str = "rpc") -> socket.socket | None:
+    """The listening socket that systemd opened for us, or None.
+
+    With several sockets, the one called ``name`` (FileDescriptorName=), else the first. Removes
+    it from ``inherited``.
+    """
+    sockets = [one for one in inherited if stat.S_ISSOCK(os.fstat(one.fd).st_mode)]
+    if not sockets:
         return None
-    at = names.index(name) if name in names[:count] else 0
-    fd = LISTEN_FDS_START + at
-    os.set_inheritable(fd, False)
-    return socket.socket(fileno=fd)
+    chosen = next((one for one in sockets if one.name == name), sockets[0])
+    inherited.remove(chosen)
+    return socket.socket(fileno=chosen.fd)

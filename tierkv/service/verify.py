@@ -19,6 +19,7 @@ from tierkv.service.machine import Machine, RealMachine
 from tierkv.service.recovery import load, open_disk
 from tierkv.service.store import StateDirectory
 from tierkv.tiers.arena import Arena
+from tierkv.tiers.arena_files import ArenaFiles
 from tierkv.tiers.disk import DiskTier
 
 BATCH = 64
@@ -104,7 +105,7 @@ def _verify_slots(
         with tempfile.TemporaryDirectory(prefix="tierkv-verify-") as scratch:
             shape = state.pools[pool]
             budget = BATCH * slot_stride(shape.block_bytes)
-            arena = Arena.open(Path(scratch), "verify", budget, bytes(16), "")
+            arena = Arena.open(ArenaFiles(Path(scratch)), "verify", budget, bytes(16), "")
             arena.add_pool(pool, shape.block_bytes, shape.block_tokens)
             for at in range(0, len(members), BATCH):
                 part = members[at : at + BATCH]

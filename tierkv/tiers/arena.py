@@ -1,10 +1,11 @@
 """One RAM tier: payload slots and their slot tables in two shared, sparse files.
 
-``<name>.arena`` holds the payload. Pool p owns the bytes [p * region, (p + 1) * region), where the
+Where the two files are kept while no daemon runs is the matter of an ``ArenaHome``. The first
+holds the payload. Pool p owns the bytes [p * region, (p + 1) * region), where the
 region is the tier's whole budget: the pools share the budget (the core does the accounting), so
 one descriptor covers every pool there is or will be. Only touched pages exist.
 
-``<name>.table`` says what lies in the slots (little-endian):
+The second, the table, says what lies in the slots (little-endian):
 
     page 0   magic TKVARN\\0\\1, version u4, 4 x 0, store uuid 16, arena identity 16, boot id 48,
              budget u8, region u8, xxh3_64 of the bytes before it u8
@@ -29,8 +30,7 @@ import os
 import struct
 import threading
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import xxhash
@@ -61,7 +61,54 @@ _CHECK = struct.Struct("<Q")
 _POOL_RECORD_BYTES = 64
 _POOLS_OFFSET = PAGE
 _TABLES_OFFSET = 2 * PAGE
-_STATVFS_BLOCK = 512
+_STAT_BLOCK = 512
+
+
+class ArenaFds(NamedTuple):
+    """Descriptors of an arena's two files, open for reading and writing."""
+
+    payload: int
+    table: int
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory that the two files take."""
+        return sum(os.fstat(fd).st_blocks * _STAT_BLOCK for fd in self)
+
+    def close(self) -> None:
+        """Close both."""
+        for fd in self:
+            os.close(fd)
+
+
+class ArenaHome(Protocol):
+    """Where arenas are kept while no daemon runs. ``str`` of it names the place for people.
+
+    Every method raises OSError or TierkvError.
+    """
+
+    def find(self, name: str) -> ArenaFds | None:
+        """The arena that an earlier process left, None unless both files are there.
+
+        The caller closes the descriptors.
+        """
+
+    def free_bytes(self) -> int:
+        """How much more arenas may grow here, bytes."""
+
+    def make(self, name: str, payload_bytes: int, table: bytes) -> ArenaFds:
+        """A new arena: a sparse payload file of so many bytes, and a table that begins so.
+
+        The caller closes the descriptors. There must be none of this name.
+
+        Crash: ``find`` gives both files whole, or nothing.
+        """
+
+    def drop(self, name: str) -> None:
+        """Forget the arena, if there is one: ``find`` gives it to nobody any more.
+
+        Crash: it may be there, whole, or not.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,59 +123,61 @@ class _Pool:
 class Arena:
     """The slots of one RAM tier. Made by ``Arena.open``.
 
-    ``adopted`` says whether the files of an earlier process were taken over, ``identity`` (16
-    bytes) names the arena from its creation on, ``fd`` is the payload file, ``size_bytes`` its
-    apparent size and ``region_bytes`` the distance from one pool's first slot to the next one's.
+    ``adopted`` says whether the files of an earlier process were taken over, and
+    ``adopted_bytes`` how much memory they took then. ``identity`` (16 bytes) names the arena from
+    its creation on, ``fd`` is the payload file, ``size_bytes`` its apparent size and
+    ``region_bytes`` the distance from one pool's first slot to the next one's.
     """
 
     def __init__(
-        self, path: Path, table_path: Path, budget_bytes: int, identity: bytes, *, adopted: bool
+        self, name: str, fds: ArenaFds, budget_bytes: int, identity: bytes, *, adopted: bool
     ) -> None:
-        self.path = path
+        self.name = name
         self.identity = identity
         self.adopted = adopted
+        self.adopted_bytes = fds.used_bytes if adopted else 0
         self.budget_bytes = budget_bytes
         self.region_bytes = _region(budget_bytes)
-        self.size_bytes = POOLS_MAX * self.region_bytes
+        self.size_bytes = _payload_bytes(budget_bytes)
         self._pools: dict[int, _Pool] = {}
         self._adding = threading.Lock()
-        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._table_fd = os.open(table_path, os.O_RDWR | os.O_CLOEXEC)
+        self.fd, self._table_fd = fds
 
     @classmethod
     def open(
-        cls, directory: Path, name: str, budget_bytes: int, store: bytes, boot_id: str
+        cls, home: ArenaHome, name: str, budget_bytes: int, store: bytes, boot_id: str
     ) -> Self:
-        """Take over the arena of an earlier process, or make a new one.
+        """Take over the arena that an earlier process left at ``home``, or make a new one there.
 
-        Taken over is what was made for the same ``store`` (uuid, 16 bytes) and budget and, on a
-        tmpfs, under the same boot of the kernel (``boot_id``). Takes no longer for big arenas.
+        Taken over is what was made for the same ``store`` (uuid, 16 bytes) and budget and, in
+        memory, under the same boot of the kernel (``boot_id``). Takes no longer for big arenas.
 
-        Raises TierFull if the file system cannot hold the budget, ConfigError for a budget below
-        1, TierFailed if the files cannot be made.
+        Raises TierFull if the home cannot hold the budget, ConfigError for a budget below 1,
+        TierFailed if the files cannot be made.
 
-        Crash: a new table file appears, complete, only after the payload file it describes.
+        Crash: see ``ArenaHome``.
         """
         if budget_bytes < 1:
             raise ConfigError(f"{name}.bytes is {budget_bytes}; it must be at least 1")
         require(len(store) == IDENTITY_BYTES, "a store uuid has 16 bytes")
-        path, table_path = directory / f"{name}.arena", directory / f"{name}.table"
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            identity = _adoptable(path, table_path, budget_bytes, store, boot_id)
-            adopted = identity is not None
-            if identity is None:
-                table_path.unlink(missing_ok=True)
-                path.unlink(missing_ok=True)
-            _require_space(path, name, budget_bytes)
-            if identity is None:
-                identity = os.urandom(IDENTITY_BYTES)
-                _create(path, table_path, budget_bytes, store, boot_id, identity)
-            return cls(path, table_path, budget_bytes, identity, adopted=adopted)
+            with contextlib.ExitStack() as failing:
+                left = home.find(name)
+                if left is not None:
+                    failing.callback(left.close)
+                    identity = _adoptable(left, budget_bytes, store, boot_id)
+                    if identity is not None:
+                        _require_space(home, name, budget_bytes, left.used_bytes)
+                        failing.pop_all()
+                        return cls(name, left, budget_bytes, identity, adopted=True)
+            home.drop(name)
+            _require_space(home, name, budget_bytes, 0)
+            identity = os.urandom(IDENTITY_BYTES)
+            header = _header(budget_bytes, store, boot_id, identity)
+            made = home.make(name, _payload_bytes(budget_bytes), header)
+            return cls(name, made, budget_bytes, identity, adopted=False)
         except OSError as error:
-            raise TierFailed(
-                f"cannot set up the {name} arena in {directory}: {error}", path=str(path)
-            ) from error
+            raise TierFailed(f"cannot set up the {name} arena in {home}: {error}") from error
 
     def add_pool(self, pool: int, block_bytes: int, block_tokens: int) -> bool:
         """Map a pool's slots and table; True if an earlier process left it, with this geometry.
@@ -155,7 +204,7 @@ class Arena:
                 self._pools[pool] = self._map_pool(pool, block_bytes, block_tokens, offset)
             except OSError as error:
                 kind = TierFull if error.errno == errno.ENOSPC else TierFailed
-                raise kind(f"cannot add pool {pool} to {self.path}: {error}") from error
+                raise kind(f"cannot add pool {pool} to the {self.name} arena: {error}") from error
             return kept
 
     def slots(self, pool: int) -> U8:
@@ -197,7 +246,7 @@ class Arena:
             try:
                 punch_hole(self.fd, offset, len(run) * stride)
             except OSError as error:
-                raise TierFailed(f"cannot free slots of {self.path}: {error}") from error
+                raise TierFailed(f"cannot free slots of the {self.name} arena: {error}") from error
 
     def close(self) -> None:
         """Unmap and close the files, which stay. Views handed out keep their own mapping alive."""
@@ -213,7 +262,9 @@ class Arena:
         try:
             return self._pools[pool]
         except KeyError:
-            raise InvariantViolation(f"pool {pool} was not added to {self.path}") from None
+            raise InvariantViolation(
+                f"pool {pool} was not added to the {self.name} arena"
+            ) from None
 
     def _place_table(self, pool: int, block_bytes: int, block_tokens: int) -> tuple[int, bool]:
         """Where the pool's table lies in the table file, and whether it was there before."""
@@ -276,6 +327,10 @@ def _region(budget_bytes: int) -> int:
     return _round_up(budget_bytes, REGION_ALIGN)
 
 
+def _payload_bytes(budget_bytes: int) -> int:
+    return POOLS_MAX * _region(budget_bytes)
+
+
 def _with_check(body: bytes) -> bytes:
     return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
 
@@ -286,61 +341,38 @@ def _checked(data: bytes) -> bytes | None:
     return body if _with_check(body)[-_CHECK.size :] == check else None
 
 
-def _adoptable(
-    path: Path, table_path: Path, budget_bytes: int, store: bytes, boot_id: str
-) -> bytes | None:
+def _header(budget_bytes: int, store: bytes, boot_id: str, identity: bytes) -> bytes:
+    """The beginning of a new table: no pools yet."""
+    region_bytes = _region(budget_bytes)
+    header = _HEADER.pack(
+        _MAGIC, _VERSION, store, identity, boot_id.encode(), budget_bytes, region_bytes
+    )
+    return _with_check(header).ljust(_TABLES_OFFSET, b"\0")
+
+
+def _adoptable(fds: ArenaFds, budget_bytes: int, store: bytes, boot_id: str) -> bytes | None:
     """The identity of the arena in these files, or None if it is not ours to take over."""
-    try:
-        with table_path.open("rb") as table_file:
-            body = _checked(table_file.read(_HEADER.size + _CHECK.size))
-        payload_bytes = path.stat().st_size
-        table_bytes = table_path.stat().st_size
-    except FileNotFoundError:
-        return None
+    body = _checked(os.pread(fds.table, _HEADER.size + _CHECK.size, 0))
     if body is None:
         return None
     magic, version, old_store, identity, old_boot, old_budget, old_region = _HEADER.unpack(body)
-    region = _region(budget_bytes)
     ours = (
         (magic, version, old_store) == (_MAGIC, _VERSION, store)
-        and (old_budget, old_region) == (budget_bytes, region)
-        and payload_bytes == POOLS_MAX * region
-        and table_bytes >= _TABLES_OFFSET
-        and (old_boot.rstrip(b"\0").decode() == boot_id or not is_tmpfs(path))
+        and (old_budget, old_region) == (budget_bytes, _region(budget_bytes))
+        and os.fstat(fds.payload).st_size == _payload_bytes(budget_bytes)
+        and os.fstat(fds.table).st_size >= _TABLES_OFFSET
+        and (old_boot.rstrip(b"\0").decode() == boot_id or not is_tmpfs(fds.payload))
     )
     return bytes(identity) if ours else None
 
 
-def _require_space(path: Path, name: str, budget_bytes: int) -> None:
-    """Raise TierFull if the file system cannot hold the budget: a page fault has no error path."""
-    file_system = os.statvfs(path.parent)
-    free = file_system.f_bavail * file_system.f_frsize
-    taken = path.stat().st_blocks * _STATVFS_BLOCK if path.exists() else 0
-    if free + taken < budget_bytes:
+def _require_space(home: ArenaHome, name: str, budget_bytes: int, taken_bytes: int) -> None:
+    """Raise TierFull if there is no room for the budget: a page fault has no error path."""
+    free_bytes = home.free_bytes() + taken_bytes
+    if free_bytes < budget_bytes:
         raise TierFull(
-            f"{path.parent} has {free + taken} bytes for the {name} tier, which may grow to"
-            f" {budget_bytes}: lower {name}.bytes or give that file system more space",
-            free=free + taken,
+            f"{home} has {free_bytes} bytes for the {name} tier, which may grow to"
+            f" {budget_bytes}: lower {name}.bytes or make room there",
+            free=free_bytes,
             asked=budget_bytes,
         )
-
-
-def _create(
-    path: Path, table_path: Path, budget_bytes: int, store: bytes, boot_id: str, identity: bytes
-) -> None:
-    header = _HEADER.pack(
-        _MAGIC, _VERSION, store, identity, boot_id.encode(), budget_bytes, _region(budget_bytes)
-    )
-    _create_file(path, POOLS_MAX * _region(budget_bytes), b"")
-    _create_file(table_path, _TABLES_OFFSET, _with_check(header))
-
-
-def _create_file(path: Path, size_bytes: int, content: bytes) -> None:
-    draft = path.with_name(path.name + ".tmp")
-    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.ftruncate(fd, size_bytes)
-        os.pwrite(fd, content, 0)
-    finally:
-        os.close(fd)
-    draft.rename(path)

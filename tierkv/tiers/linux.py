@@ -48,14 +48,18 @@ def advise_huge_pages(mapped: U8) -> bool:
     return bool(_libc().madvise(address, ctypes.c_size_t(mapped.nbytes), _MADV_HUGEPAGE) == 0)
 
 
-def is_tmpfs(path: str | os.PathLike[str]) -> bool:
-    """Whether a path lies on a tmpfs, whose content ends with the kernel that holds it.
+def is_tmpfs(place: str | os.PathLike[str] | int) -> bool:
+    """Whether a path or a descriptor is of a tmpfs, whose content ends with the running kernel.
 
-    Raises OSError.
+    A memfd is: the kernel has a tmpfs of its own for them. Raises OSError.
     """
     answer = ctypes.create_string_buffer(_STATFS_BYTES_MAX)
-    if _libc().statfs(os.fsencode(path), answer):
+    if isinstance(place, int):
+        failed = _libc().fstatfs(place, answer)
+    else:
+        failed = _libc().statfs(os.fsencode(place), answer)
+    if failed:
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), os.fspath(path))
+        raise OSError(code, os.strerror(code), str(place))
     # The file system's type is the first word of the struct on every 64-bit Linux.
     return int.from_bytes(answer.raw[:8], "little") == _TMPFS_MAGIC
