@@ -16,8 +16,8 @@ def check_bytes(client: Client, chains: list[Chain], *, whole: bool) -> None:
             f"{found.model}: {found.found_tokens} of {len(found.tokens)} acknowledged tokens "
             f"found of {found.tokens}"
         )
-        assert found.wrong_at is None, (
-            f"{found.model}: wrong bytes at token {found.wrong_at} of {found.tokens}"
+        assert not found.wrong_tokens, (
+            f"{found.model}: wrong bytes at tokens {found.wrong_tokens} of {found.tokens}"
         )
 
 

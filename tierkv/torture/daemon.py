@@ -81,7 +81,8 @@ class Daemon:
     def config(self) -> Config:
         """The configuration the daemon runs with."""
         environment = this_environment(lambda state_dir: recorded_sizes(Path(state_dir)))
-        return load(None, environment, self.settings).config
+        own = environment._replace(variables=self.environment)
+        return load(None, own, self.settings).config
 
     def launch(self) -> None:
         """Start the process; does not wait for it."""

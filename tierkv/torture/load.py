@@ -12,9 +12,14 @@ from typing import Self
 
 from tierkv.torture.daemon import Broken, Daemon
 from tierkv.torture.promises import Promise
+from tierkv.torture.worker import WRONG_BYTES
 
 PAUSE_S = 60.0
 """Longest wait for workers; only broken ones come to it."""
+
+
+class SawWrongBytes(Broken):
+    """A worker was shown bytes that are not those of its tokens."""
 
 
 class Load:
@@ -39,7 +44,7 @@ class Load:
         """Raise Broken if a worker has ended: none does before it is told to, but at a fault."""
         for worker in self._workers:
             if worker.poll() is not None:
-                raise Broken(f"a worker ended: {self._error(worker)}")
+                raise self._fault(worker)
 
     def replace_worker(self, index: int) -> None:
         """kill -9 one worker and start another in its place."""
@@ -72,7 +77,7 @@ class Load:
         for worker in self._workers:
             output, _ = worker.communicate(timeout=PAUSE_S)
             if worker.returncode != 0:
-                raise Broken(f"a worker failed: {self._error(worker)}")
+                raise self._fault(worker)
             self.done.update(json.loads(output))
         self._workers = []
 
@@ -130,9 +135,11 @@ class Load:
         errors.rename(self._folder / f"errors-of-{worker.pid}")
         return worker
 
-    def _error(self, worker: subprocess.Popen[bytes]) -> str:
-        errors = self._folder / f"errors-of-{worker.pid}"
-        return f"exit code {worker.returncode}\n{errors.read_text()}"
+    def _fault(self, worker: subprocess.Popen[bytes]) -> Broken:
+        said = (self._folder / f"errors-of-{worker.pid}").read_text()
+        if worker.returncode == WRONG_BYTES:
+            return SawWrongBytes(f"a worker was shown wrong bytes\n{said}")
+        return Broken(f"a worker ended with exit code {worker.returncode}\n{said}")
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:

@@ -65,8 +65,14 @@ def put(spec: KVSpec, pool: U8, table: npt.NDArray[np.int32], first: int, data: 
         pool[table[block], start : start + spec.token_bytes] = row
 
 
-def wrong_token(spec: KVSpec, pool: U8, table: npt.NDArray[np.int32], tokens: U32) -> int | None:
-    """The first token whose bytes in the pool are not its own, None if all are right."""
+def wrong_tokens(spec: KVSpec, pool: U8, table: npt.NDArray[np.int32], tokens: U32) -> list[int]:
+    """The tokens whose bytes in the pool are not their own."""
     found = rows(spec, pool, table)[: len(tokens)]
     differs = (found != payload(spec, tokens)).any(axis=1)
-    return int(np.argmax(differs)) if differs.any() else None
+    wrong: list[int] = np.flatnonzero(differs).tolist()
+    return wrong
+
+
+def wrong_token(spec: KVSpec, pool: U8, table: npt.NDArray[np.int32], tokens: U32) -> int | None:
+    """The first token whose bytes in the pool are not its own, None if all are right."""
+    return next(iter(wrong_tokens(spec, pool, table, tokens)), None)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from tierkv.client.sync import Client
-from tierkv.torture.pattern import SPECS, prompt, wrong_token
+from tierkv.core.prefix import chain_hashes
+from tierkv.torture.pattern import SPECS, prompt, wrong_tokens
 
 Chain = tuple[str, list[int]]
 """A model and tokens that fill blocks of it."""
+
+Block = tuple[str, bytes]
+"""A model and a chain hash: names one block."""
+
+_BLOCK_TOKENS = {spec.model: spec.block_tokens for spec in SPECS}
 
 
 @dataclass(frozen=True)
@@ -24,25 +32,48 @@ class Promise:
 
 @dataclass(frozen=True)
 class Found:
-    """How many tokens of a chain are cached; ``wrong_at``: the first whose bytes are wrong."""
+    """What a daemon has of a chain: how many tokens are cached, and which have wrong bytes."""
 
     model: str
     tokens: list[int]
     found_tokens: int
-    wrong_at: int | None = None
+    wrong_tokens: Sequence[int] = ()
 
     @property
     def whole(self) -> bool:
         """Whether nothing of it is missing."""
         return self.found_tokens == len(self.tokens)
 
+    @property
+    def blocks(self) -> list[Block]:
+        """Every block of the chain."""
+        return blocks_of((self.model, self.tokens))
+
+    @property
+    def lost(self) -> list[Block]:
+        """The blocks that are not cached."""
+        return self.blocks[self.found_tokens // _BLOCK_TOKENS[self.model] :]
+
+    @property
+    def wrong(self) -> list[Block]:
+        """The blocks that have wrong bytes."""
+        places = {token // _BLOCK_TOKENS[self.model] for token in self.wrong_tokens}
+        return [block for place, block in enumerate(self.blocks) if place in places]
+
+
+def blocks_of(chain: Chain) -> list[Block]:
+    """The names of a chain's blocks."""
+    model, tokens = chain
+    (spec,) = (spec for spec in SPECS if spec.model == model)
+    hashes = chain_hashes(spec.digest, np.asarray(tokens, np.uint32), spec.block_tokens)
+    return [(model, name.tobytes()) for name in hashes]
+
 
 def longest(tree: int, promises: Iterable[Promise]) -> list[Chain]:
     """The promised chains, as model and tokens, without those that another one contains."""
     chains = set()
-    block_tokens = {spec.model: spec.block_tokens for spec in SPECS}
     for promise in promises:
-        tokens = prompt(tree, promise.choices)[: promise.blocks * block_tokens[promise.model]]
+        tokens = prompt(tree, promise.choices)[: promise.blocks * _BLOCK_TOKENS[promise.model]]
         chains.add((promise.model, tuple(tokens)))
     kept = []
     # Sorted, a prefix comes right before the first chain that continues it.
@@ -72,5 +103,5 @@ def read(client: Client, chains: Iterable[Chain]) -> Iterator[Found]:
         namespace = namespaces[model]
         with namespace.begin(tokens, keep=0) as sequence:
             table = sequence.block_table
-            at = wrong_token(namespace.spec, namespace.pool, table, sequence.tokens)
-            yield Found(model, tokens, sequence.num_tokens, at)
+            wrong = wrong_tokens(namespace.spec, namespace.pool, table, sequence.tokens)
+            yield Found(model, tokens, sequence.num_tokens, wrong)

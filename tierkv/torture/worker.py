@@ -61,7 +61,8 @@ class Worker:
         self._namespaces = [self._client.namespace(spec) for spec in SPECS]
 
     def run(self) -> None:
-        """Work until told to stop."""
+        """Work until told to stop, or until nobody is left who could tell."""
+        parent = os.getppid()
         verbs = {
             self._begin: 4,
             self._grow: 8,
@@ -73,7 +74,7 @@ class Worker:
             self._end: 3,
         }
         crowded = False
-        while not (self._folder / "stop").exists():
+        while not (self._folder / "stop").exists() and os.getppid() == parent:
             if (self._folder / "pause").exists():
                 self._pause()
             (verb,) = self._chance.choices(list(verbs), list(verbs.values()))
