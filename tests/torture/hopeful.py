@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tierkv.cli.main import main
-from tierkv.service import leases, recovery
+from tierkv.service import leases, machine
 
 
 def _hope(_pid: int, _start_time: int) -> bool:
@@ -15,6 +15,6 @@ def _see_nothing(_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    recovery.is_alive = leases.is_alive = _hope
+    machine.is_alive = leases.is_alive = _hope
     leases.open_pidfd = _see_nothing
     main()
