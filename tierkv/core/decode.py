@@ -7,10 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tierkv.core.ids import Tier
-from tierkv.core.records import Kind, Records, pushed_rows
-
-SKIPPED_FROM = 128
-"""From this type on a reader may skip what it does not know."""
+from tierkv.core.records import SKIPPED_FROM, Kind, Records, pushed_rows
 
 Field = int | str | bool | list[int]
 

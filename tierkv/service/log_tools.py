@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pwd
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,8 +16,8 @@ from tierkv_wal.look import Fault, SeenFrame, look
 from tierkv_wal.segment import SegmentFile
 
 from tierkv.config.schema import Config
-from tierkv.core.decode import SKIPPED_FROM
-from tierkv.core.records import RECORD, Kind
+from tierkv.core.ids import U8
+from tierkv.core.records import RECORD, SKIPPED_FROM, Kind
 from tierkv.errors import ConfigError, CorruptionError
 from tierkv.service.machine import RealMachine
 from tierkv.service.recovery import recover
@@ -207,28 +206,21 @@ class StoppedLog:
     def verify(self) -> LogVerdict:
         """Read everything behind the checkpoint, as a daemon would, and judge it.
 
-        Without a sound index there is no checkpoint: then all that is there is read.
+        Without a sound index there is no checkpoint: then all that is there is read. Raises
+        ConfigError for records of a newer version.
         """
         reader = self._reader()
         frames = records = 0
-        unknown: Counter[int] = Counter()
         for frame in reader.frames():
             frames += 1
             records += len(frame.records)
-            kinds, counts = np.unique(frame.records[:, 0], return_counts=True)
-            for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
-                if kind < SKIPPED_FROM and kind not in set(Kind):
-                    unknown[kind] += count
+            _require_known(frame.records[:, 0])
         verdict = LogVerdict(frames, records, _end_of(reader))
         if self.index_fault:
             verdict.findings.append(self.index_fault)
         if verdict.end.kind == CORRUPT:
             end = verdict.end
             verdict.findings.append(f"{end.path} at byte {end.offset}: {end.reason}")
-        for kind, count in sorted(unknown.items()):
-            verdict.findings.append(
-                f"{count} records of type {kind}, which this tierkv does not know and must not skip"
-            )
         return verdict
 
     def plan_repair(self) -> RepairPlan:
@@ -302,6 +294,15 @@ class StoppedLog:
             return int(index.load().meta.get("checkpoint_lsn", 0))
         finally:
             index.close()
+
+
+def _require_known(kinds: U8) -> None:
+    unknown = set(np.unique(kinds[kinds < SKIPPED_FROM]).tolist()) - set(Kind)
+    if unknown:
+        raise ConfigError(
+            f"the log has records of type {min(unknown)}, so it is of a newer tierkv: look at it "
+            "with that one"
+        )
 
 
 def _end_of(reader: WalReader) -> LogEnd:
