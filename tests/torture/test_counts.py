@@ -23,8 +23,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @pytest.fixture
-def torture(tmp_path: Path) -> Callable[..., Report]:
-    """Runs a torture of some kills to its end."""
+def torture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
+    """Runs a torture of some kills to its end, with a check after each."""
+    monkeypatch.setattr(run, "CHECK_EVERY", 1)
 
     def go(
         kills: int,
