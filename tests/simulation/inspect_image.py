@@ -97,9 +97,7 @@ class Inspector:
                 ledger.violate(Violation.LOST, "the store has no FORMAT")
             return
         index = machine.open_index(directory.index, 0)
-        loaded = load(
-            self._config, directory, stored, index, lambda _what: None, machine.storage
-        )
+        loaded = load(self._config, directory, stored, index, lambda _what: None, machine.storage)
         lsn = loaded.reader.end.lsn
         if lsn < expected.lsn:
             ledger.violate(Violation.LOST, f"the log ends at {lsn}, promised was {expected.lsn}")

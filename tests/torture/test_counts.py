@@ -76,7 +76,7 @@ def test_a_sound_daemon_keeps_all_it_acknowledged(
     torture: Callable[..., Report], durability: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "KILLS_PER_STORE", 2)
-    report = torture(4, durability=durability)
+    report = torture(6, durability=durability)
     assert report.ok, report.failure
     assert report.acknowledged > 0
     assert report.survived == report.acknowledged

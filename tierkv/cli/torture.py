@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -67,7 +67,7 @@ def torture(
 
     Exits with 0 if no block was lost or wrong and nothing deleted came back, else with 1; then
     the store stays for inspection. With --durability none blocks may be lost. Ctrl-C ends it
-    after a last look; once more, and it ends at once.
+    after a last look; once more, and it ends without.
 
     \b
     tierkv torture --minutes 10
@@ -91,18 +91,20 @@ def torture(
         kills=float("inf") if kills is None else kills,
     )
     _say(f"seed {seed}, in {folder}; Ctrl-C ends it")
-    with _stoppable() as is_stopped:
+    signals = _Signals()
+    with signals.caught():
         one = run.Torture(
             plan,
             folder,
             progress=_say,
-            is_stopped=is_stopped,
+            is_stopped=signals.is_stopped,
+            pulse=signals.pulse,
             environment=without_settings(os.environ),
         )
         try:
             one.run()
         except KeyboardInterrupt:
-            _say("ended at once: the last acknowledgements were not looked for")
+            _say("ended without a last look: the latest acknowledgements were not looked for")
         finally:
             if not one.report.failure:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -110,24 +112,35 @@ def torture(
     return Exit.OK if one.report.ok else Exit.FAILED
 
 
-@contextmanager
-def _stoppable() -> Iterator[Callable[[], bool]]:
-    """The first SIGINT or SIGTERM is for the run to ask for, the second raises."""
-    stopped = False
+class _Signals:
+    """SIGINT and SIGTERM: the first asks for an end after a last look, the second for one now."""
 
-    def stop(_number: int, _frame: object) -> None:
-        nonlocal stopped
-        if stopped:
+    def __init__(self) -> None:
+        self._came = 0
+
+    def is_stopped(self) -> bool:
+        return self._came > 0
+
+    def pulse(self) -> None:
+        """Raise KeyboardInterrupt if it shall end now."""
+        if self._came > 1:
             raise KeyboardInterrupt
-        stopped = True
-        _say("ending after a last look")
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self._come) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _come(self, _number: int, _frame: object) -> None:
+        self._came += 1
+        if self._came == 1:
+            # Not by click, in whose midst this may be.
+            os.write(2, b"- ending after a last look\n")
 
 
 def _say(line: str) -> None:

@@ -60,7 +60,9 @@ class Plan:
 class Torture:
     """One run, in the empty directory ``folder``; ``report`` is right at any moment.
 
-    ``progress`` is called with a line now and then; ``is_stopped`` is asked between two kills.
+    ``progress`` is called with a line now and then. ``is_stopped`` is asked between two kills;
+    ``pulse`` is called often, where it may raise KeyboardInterrupt. (A signal's handler may not:
+    in the midst of ``subprocess`` that leaves a lock behind, and cleaning up waits for it.)
     ``before_start`` is called whenever the daemon is down and about to be started. ``module`` is
     run as the daemon, in ``environment``.
     """
@@ -72,6 +74,7 @@ class Torture:
         *,
         progress: Callable[[str], None] = lambda _line: None,
         is_stopped: Callable[[], bool] = lambda: False,
+        pulse: Callable[[], None] = lambda: None,
         before_start: Callable[[Daemon], None] = lambda _daemon: None,
         module: str = "tierkv",
         environment: dict[str, str] | None = None,
@@ -80,6 +83,7 @@ class Torture:
         self._plan = plan
         self._progress = progress
         self._is_stopped = is_stopped
+        self._pulse = pulse
         self._before_start = before_start
         self._chance = random.Random(plan.seed)
         self._ends_s = time.monotonic() + plan.seconds
@@ -128,6 +132,7 @@ class Torture:
         """Let them work for a moment, kill, start again."""
         daemon, chance = self._daemon, self._chance
         self._await_a_worker(client, load)
+        self._pulse()
         time.sleep(chance.uniform(0.05, 0.5))
         load.check_workers()
         daemon.kill()
@@ -157,6 +162,7 @@ class Torture:
             chains = self._chance.sample(chains, min(len(chains), SAMPLE))
         for found in read(client, chains):
             report.promised(found)
+            self._pulse()
         for found in look_up(client, self._deleted):
             report.deleted(found)
         report.checksum_failures += sum(
@@ -172,6 +178,7 @@ class Torture:
         load.go_on()
 
     def _start(self) -> None:
+        self._pulse()
         self._before_start(self._daemon)
         self._daemon.start()
 
@@ -180,6 +187,7 @@ class Torture:
         deadline = time.monotonic() + WAIT_S
         while client.stat()["connections"] < 2:
             load.check_workers()
+            self._pulse()
             if time.monotonic() > deadline:
                 raise Broken("no worker comes back")
             time.sleep(0.01)
