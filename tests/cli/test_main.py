@@ -88,7 +88,7 @@ def test_without_a_command_help_is_shown(tierkv: Callable[..., tuple[int, str, s
     assert out.startswith("Usage: tierkv")
 
 
-@pytest.mark.parametrize("name", ["serve", "status", "config"])
+@pytest.mark.parametrize("name", ["serve", "status", "config", "verify", "wal", "torture", "demo"])
 def test_every_command_has_its_name_and_help(
     name: str, tierkv: Callable[..., tuple[int, str, str]]
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from tierkv_wal import EndKind, WalReader, WalVersion
+from tierkv_wal import EndKind, WalMisuse, WalReader, WalVersion
 from tierkv_wal.format import (
     FRAME_HEADER,
     FRAME_VERSION,
@@ -64,6 +64,30 @@ def test_the_worked_example_can_be_read(log):
     assert (reader.end.kind, reader.end.lsn) == (EndKind.CLEAN, 1005)
 
 
+def test_a_file_of_version_1_0_is_read_byte_by_byte_as_the_page_shows_it(log):
+    """Made of the page's bytes alone: what this version writes may change, what it reads not."""
+    (shown,) = re.findall(r"```hex\n(.*?)\n```", FORMAT_MD.read_text(), re.DOTALL)
+    file = bytearray(8192)
+    for line in shown.splitlines():
+        at, row = line.split("  ", 1)
+        file[int(at, 16) : int(at, 16) + 16] = bytes.fromhex(row)
+    assert file[8:12] == b"\x01\x00\x00\x00", "major 1, minor 0"
+    log.replace(f"{log.directory}/{3:016x}.wal", bytes(file))
+    reader = WalReader(log.storage, log.directory, EXAMPLE_HEADER.store_uuid, 1000)
+    frames = [(one.first_lsn, one.flags, one.records.tobytes()) for one in reader.frames()]
+    assert frames == [
+        (1002, 2, bytes(range(64)) + b"\xaa" * 64),
+        (1005, 0, b"\xbb" * 64),
+    ]
+    assert (reader.end.kind, reader.end.lsn, reader.epoch) == (EndKind.CLEAN, 1005, 7)
+    writer = reader.writer(8, 8192)
+    writer.append(b"\xcc" * 64)
+    writer.write()
+    writer.close()
+    again = WalReader(log.storage, log.directory, EXAMPLE_HEADER.store_uuid, 1000)
+    assert [one.first_lsn for one in again.frames()] == [1002, 1005, 1007]
+
+
 def test_a_segment_header_survives_the_round_trip():
     assert unpack_segment_header(EXAMPLE_HEADER.pack()) == EXAMPLE_HEADER
 
@@ -94,21 +118,27 @@ def test_the_frame_checksum_takes_its_own_field_as_zero_and_the_salt_as_seed():
 
 
 def test_a_newer_minor_version_is_read_whatever_its_reserved_bytes_hold(log, make_records):
-    path = _one_frame(log, make_records(1))
+    records = make_records(1)
+    path = _one_frame(log, records)
     page = bytearray(replace(_header(log, path), minor=9).pack())
-    page[100:200] = b"?" * 100
+    page[88:4088] = b"?" * 4000
     page[4088:] = xxhash.xxh3_64_intdigest(bytes(page[:4088])).to_bytes(8, "little")
-    log.replace(path, bytes(page) + log.content(path)[4096:])
-    frames, end = log.read()
-    assert (len(frames), end.kind) == (1, EndKind.CLEAN)
+    frame = bytearray(log.content(path)[4096 : 4096 + 128])
+    frame[6:8] = b"\xff\xff"
+    frame[40:48] = b"reserved"
+    checksum = frame_checksum(memoryview(frame), _header(log, path).salt)
+    frame[48:56] = checksum.to_bytes(8, "little")
+    log.replace(path, bytes(page) + bytes(frame) + log.content(path)[4096 + 128 :])
+    (read,), end = log.read()
+    assert (read.records.tobytes(), read.flags) == (records, 0xFFFF)
+    assert end.kind is EndKind.CLEAN
 
 
 def test_a_newer_major_version_is_refused_and_not_taken_for_damage(log, make_records):
     path = _one_frame(log, make_records(1))
     page = replace(_header(log, path), major=2).pack()
     log.replace(path, page + log.content(path)[4096:])
-    with pytest.raises(WalVersion, match=r"2\.0 is newer than 1\.0"):
-        log.read()
+    _is_refused(log, r"2\.0 is newer than 1\.0")
 
 
 def test_a_newer_frame_version_is_refused_and_not_taken_for_damage(log, make_records):
@@ -119,8 +149,21 @@ def test_a_newer_frame_version_is_refused_and_not_taken_for_damage(log, make_rec
     checksum = frame_checksum(memoryview(data)[4096 : 4096 + 128], salt)
     data[4096 + 48 : 4096 + 56] = checksum.to_bytes(8, "little")
     log.replace(path, bytes(data))
-    with pytest.raises(WalVersion, match="frame version 2"):
-        log.read()
+    _is_refused(log, "frame version 2")
+
+
+def _is_refused(log, why: str) -> None:
+    """Reading raises, and so there is no end to continue or salvage from; nothing has moved."""
+    before = {path: log.content(path) for path in log.segments()}
+    reader = log.reader()
+    with pytest.raises(WalVersion, match=why):
+        list(reader.frames())
+    with pytest.raises(WalMisuse):
+        reader.writer(99)
+    with pytest.raises(WalMisuse):
+        reader.salvage(99, "/store/quarantine")
+    assert {path: log.content(path) for path in log.segments()} == before
+    assert log.storage.listdir("/store/quarantine") == []
 
 
 def _one_frame(log, records: bytes) -> str:

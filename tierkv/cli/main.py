@@ -27,6 +27,8 @@ COMMANDS = {
     "status": _Command("tierkv.cli.status", "Show what a running daemon holds and does."),
     "config": _Command("tierkv.cli.config", "Show, check or print the configuration."),
     "verify": _Command("tierkv.cli.verify", "Check the log, the index and the blocks on disk."),
+    "wal": _Command("tierkv.cli.wal", "Dump, measure, check and repair the log."),
+    "torture": _Command("tierkv.cli.torture", "Kill a daemon under load; count what survives."),
     "demo": _Command("tierkv.cli.demo", "Generate text with a small model on a tierkv cache."),
 }
 """Each module has a click command named like its key; the summary is here to spare the import."""

@@ -10,6 +10,8 @@ import click
 
 from tierkv.config.load import Loaded, default_file, load
 from tierkv.config.resolve import this_environment
+from tierkv.config.schema import Config
+from tierkv.errors import TierkvError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -31,6 +33,28 @@ def config_options(command: Command) -> Command:
         help="Configuration file; else $TIERKV_CONFIG, else the user's or the system's one.",
     )
     return file(override(command))
+
+
+def store_options(command: Command) -> Command:
+    """Adds ``config_options`` and ``--state-dir``: they choose the store of a stopped daemon."""
+    state_dir = click.option(
+        "--state-dir", metavar="PATH", help="The store; else that of the configuration."
+    )
+    return config_options(state_dir(command))
+
+
+def config_of_store(file: Path | None, overrides: Sequence[str], state_dir: str | None) -> Config:
+    """The configuration whose store ``store_options`` chose.
+
+    Raises TierkvError if no store is there, and as ``load_config``.
+    """
+    config = load_config(file, overrides, {"--state-dir": state_dir} if state_dir else {}).config
+    if not (Path(config.server.state_dir) / "FORMAT").exists():
+        raise TierkvError(
+            f"no store is in {config.server.state_dir}: it has no file FORMAT; "
+            "name another directory by --state-dir"
+        )
+    return config
 
 
 def load_config(

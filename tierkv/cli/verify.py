@@ -12,9 +12,8 @@ import click
 import msgspec
 
 from tierkv.cli.exit_codes import Exit
-from tierkv.cli.options import config_options, load_config
+from tierkv.cli.options import config_of_store, store_options
 from tierkv.cli.render import print_json, print_table
-from tierkv.errors import TierkvError
 
 if TYPE_CHECKING:
     from tierkv.config.schema import Config
@@ -24,8 +23,7 @@ FINDINGS_SHOWN = 20
 
 
 @click.command()
-@config_options
-@click.option("--state-dir", metavar="PATH", help="The store; else that of the configuration.")
+@store_options
 @click.option("--deep", is_flag=True, help="Read all payloads too and compare their checksums.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def verify(
@@ -39,13 +37,7 @@ def verify(
     tierkv verify
     tierkv verify --deep --state-dir /var/lib/tierkv
     """
-    flags = {"--state-dir": state_dir} if state_dir else {}
-    config = load_config(file, overrides, flags).config
-    if not (Path(config.server.state_dir) / "FORMAT").exists():
-        raise TierkvError(
-            f"no store is in {config.server.state_dir}: it has no file FORMAT; "
-            "name another directory by --state-dir"
-        )
+    config = config_of_store(file, overrides, state_dir)
     report = _run(config, deep, show_progress=sys.stderr.isatty() and not as_json)
     if as_json:
         print_json(msgspec.to_builtins(report))

@@ -33,11 +33,14 @@ RECORD = np.dtype(
 ROWS_PER_PUSH = 12
 """Block rows that fit the 48 bytes of a PUSH record behind its id."""
 
+SKIPPED_FROM = 128
+"""From this type on a reader skips what it does not know. Below, it must know the type."""
+
 Records = npt.NDArray[np.void]
 
 
 class Kind(IntEnum):
-    """Record types. Below 128 a reader must know the type; from 128 on it may skip it."""
+    """Record types. Those below SKIPPED_FROM a reader must know."""
 
     LEASE_OPEN = 1
     """key = lease, extra = token, id = worker pid, gen = its start time (clock ticks), loc = uid"""

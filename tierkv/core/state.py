@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from tierkv.core.blocks import INDEXED, SEALED, Blocks
 from tierkv.core.ids import I64, NO_SLOT, U32, Bool, Tier, lease_of
-from tierkv.core.records import Kind, Records, pushed_rows
+from tierkv.core.records import SKIPPED_FROM, Kind, Records, pushed_rows
 from tierkv.core.slots import SlotSet
 from tierkv.core.table import HashTable
-from tierkv.errors import InvariantViolation, require
+from tierkv.errors import ConfigError, InvariantViolation, require
 
 ROWS_MAX = 2**32 - 2
 
@@ -215,7 +215,8 @@ class State:
     def apply(self, records: Records) -> None:
         """Change the state as the records say, in order.
 
-        Raises InvariantViolation if a record contradicts the state.
+        Raises InvariantViolation if a record contradicts the state, ConfigError for one of a type
+        that must be known and is not: a newer version wrote it, so it is no damage.
         """
         if not len(records):
             return
@@ -230,8 +231,11 @@ class State:
                     raise InvariantViolation(
                         f"a record of type {kind} names what does not exist: {error}"
                     ) from error
-            elif kind < 128:
-                raise InvariantViolation(f"record of unknown type {kind}")
+            elif kind < SKIPPED_FROM:
+                raise ConfigError(
+                    f"the log has records of type {kind}, so it is of a newer tierkv: start that "
+                    "one, or move the state directory aside"
+                )
 
     def take_changes(self) -> Changes:
         """What changed since the last call; for a checkpoint. Mutates (forgets it)."""

@@ -70,22 +70,38 @@ class SegmentScan:
         Frames reach the device in any order until they are synced, so later frames alone prove
         nothing. But a frame built after the bad one was synced says so in its durable_lsn.
         """
+        return next(self._intact_frames(self.lsn + 1), None)
+
+    def skip(self) -> bool:
+        """Leave the fault behind and go on at the next intact frame; False if there is none.
+
+        For tools that show what is left. Who trusts the log stops at the fault.
+        """
+        for frame in self._intact_frames(0):
+            if self.until_lsn is None or frame.last_lsn <= self.until_lsn:
+                self.lsn = frame.lsn - 1
+                self._checksum = frame.previous_checksum
+                self.fault = ""
+                self.intact = False
+                return True
+        return False
+
+    def _intact_frames(self, durable_lsn: int) -> Iterator[FrameHeader]:
+        """Intact frames of this epoch from here on that knew this LSN to be durable."""
         start = self.offset
         slots = np.frombuffer(self._data[start:], FRAME_HEADER)
-        bad_lsn = self.lsn + 1
-        lsns = np.arange(bad_lsn, bad_lsn + len(slots), dtype=np.uint64)
+        lsns = np.arange(self.lsn + 1, self.lsn + 1 + len(slots), dtype=np.uint64)
         likely = (
             (slots["magic"] == FRAME_MAGIC)
             & (slots["lsn"] == lsns)
             & (slots["epoch"] == self._header.epoch)
-            & (slots["durable_lsn"] >= bad_lsn)
+            & (slots["durable_lsn"] >= durable_lsn)
         )
         for index in np.flatnonzero(likely).tolist():
             offset = start + index * SLOT_BYTES
             frame = unpack_frame_header(self._data, offset)
             if not self._damage_of(frame, offset):
-                return frame
-        return None
+                yield frame
 
     def _fault_of(self, frame: FrameHeader, offset: int) -> str:
         damage = self._damage_of(frame, offset)

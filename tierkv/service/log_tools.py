@@ -1,0 +1,338 @@
+"""The log of a stopped store, for people: everything in it, its measures, whether it is whole."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from tierkv_wal import EndKind, WalReader, WalVersion
+from tierkv_wal.format import HEADER_BYTES, SLOT_BYTES
+from tierkv_wal.look import Fault, SeenFrame, look
+from tierkv_wal.segment import SegmentFile
+
+from tierkv.config.schema import Config
+from tierkv.core.ids import U8
+from tierkv.core.records import RECORD, SKIPPED_FROM, Kind
+from tierkv.errors import ConfigError, CorruptionError
+from tierkv.service.machine import RealMachine
+from tierkv.service.recovery import recover
+from tierkv.service.store import StateDirectory, StoreFormat
+
+CLEAN, TORN, CORRUPT = (kind.value for kind in EndKind)
+
+
+@dataclass
+class LogEnd:
+    """Where the log that a daemon would read ends. ``kind``: "clean", "torn" or "corrupt".
+
+    ``lsn``: the last good one. At ``offset`` of ``path`` lies what ``reason`` says.
+    """
+
+    kind: str
+    lsn: int
+    path: str
+    offset: int
+    reason: str
+
+
+@dataclass
+class SegmentStat:
+    """One file of the log. Without a sound header all but ``file``, ``seq`` and ``fault`` is 0."""
+
+    file: str
+    seq: int
+    fault: str
+    epoch: int = 0
+    first_lsn: int = 0
+    last_lsn: int = 0
+    used_bytes: int = 0
+    allocated_bytes: int = 0
+    created_unix_s: float = 0.0
+
+
+@dataclass
+class LogStat:
+    """Measures of everything in the log's directory.
+
+    ``checkpoint_lsn`` is None if the index cannot say. ``behind_checkpoint_bytes``: what the next
+    start replays. ``unreached_records``: intact, but a reader stops before them.
+    """
+
+    directory: str
+    segments: list[SegmentStat]
+    frames: int
+    records: int
+    records_by_kind: dict[str, int]
+    records_per_frame_mean: float
+    records_per_frame_max: int
+    unreached_records: int
+    checkpoint_lsn: int | None
+    behind_checkpoint_bytes: int
+    end: LogEnd
+
+
+@dataclass
+class LogVerdict:
+    """Whether everything that was durable is there. ``findings`` is empty if so.
+
+    Counts are of what lies behind the checkpoint.
+    """
+
+    frames: int
+    records: int
+    end: LogEnd
+    findings: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RepairPlan:
+    """What a repair keeps and gives up.
+
+    ``kept_records``: behind the checkpoint and before the damage. ``lost_records``: intact behind
+    the damage; of others nobody knows how many there were. ``segments`` move to ``quarantine``.
+    """
+
+    end: LogEnd
+    kept_records: int
+    lost_records: int
+    segments: list[str]
+    quarantine: str
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the log is corrupt at all."""
+        return self.end.kind == CORRUPT
+
+
+@dataclass
+class Repaired:
+    """What a repair left: blocks that are kept, those without any copy, leases that ended."""
+
+    blocks: int
+    dropped_blocks: int
+    leases_closed: int
+    records: int
+    log_was: str
+    quarantined: list[str]
+
+
+@contextmanager
+def open_log(config: Config) -> Iterator[StoppedLog]:
+    """Lock a stopped store and look at its log.
+
+    Raises NotReady while a daemon holds it, ConfigError if a newer version wrote it, OSError.
+    """
+    path = Path(config.server.state_dir)
+    directory = StateDirectory.open(path)
+    try:
+        stored = directory.read_format()
+        if stored is None:
+            raise ConfigError(f"no store is in {path}: it has no file FORMAT")
+        yield StoppedLog(config, directory, stored)
+    except WalVersion as error:
+        # Not damage: it must not be taken for it, nor repaired.
+        raise ConfigError(f"the log was written by a newer tierkv: {error}") from error
+    finally:
+        directory.close()
+
+
+class StoppedLog:
+    """The log of a store that this process has locked; made by ``open_log``.
+
+    ``checkpoint_lsn`` is None, and ``index_fault`` says why, if the index is damaged.
+    """
+
+    def __init__(self, config: Config, directory: StateDirectory, stored: StoreFormat) -> None:
+        self._config = config
+        self._directory = directory
+        self._uuid = stored.store_uuid
+        self._machine = RealMachine()
+        self.index_fault = ""
+        self.checkpoint_lsn: int | None = None
+        try:
+            self.checkpoint_lsn = self._read_checkpoint_lsn()
+        except CorruptionError as error:
+            self.index_fault = error.message
+
+    def look(self, from_lsn: int = 0) -> Iterator[SegmentFile | SeenFrame | Fault]:
+        """Everything in the log's directory that reaches ``from_lsn``, behind damage too."""
+        return look(self._machine.storage, str(self._directory.wal), self._uuid, from_lsn)
+
+    def end(self) -> LogEnd:
+        """How the log ends for a daemon. Reads all behind the checkpoint."""
+        reader = self._reader()
+        for _ in reader.frames():
+            pass
+        return _end_of(reader)
+
+    def stat(self) -> LogStat:
+        """Measure the log. Reads all of it."""
+        segments: list[SegmentStat] = []
+        kinds = np.zeros(256, np.int64)
+        sizes: list[int] = []
+        unreached = 0
+        for seen in self.look():
+            if isinstance(seen, SegmentFile):
+                segments.append(_segment_stat(seen))
+            elif isinstance(seen, SeenFrame):
+                records = seen.records.view(RECORD).reshape(-1)
+                kinds += np.bincount(records["type"], minlength=256)
+                sizes.append(len(records))
+                unreached += 0 if seen.is_reached else len(records)
+                segments[-1].last_lsn = seen.header.last_lsn
+                slots = seen.header.last_lsn + 1 - segments[-1].first_lsn
+                segments[-1].used_bytes = HEADER_BYTES + SLOT_BYTES * slots
+        end = self.end()
+        behind = max(0, end.lsn - (self.checkpoint_lsn or 0))
+        return LogStat(
+            directory=str(self._directory.wal),
+            segments=segments,
+            frames=len(sizes),
+            records=sum(sizes),
+            records_by_kind={_kind_name(int(k)): int(kinds[k]) for k in np.flatnonzero(kinds)},
+            records_per_frame_mean=sum(sizes) / len(sizes) if sizes else 0.0,
+            records_per_frame_max=max(sizes, default=0),
+            unreached_records=unreached,
+            checkpoint_lsn=self.checkpoint_lsn,
+            behind_checkpoint_bytes=SLOT_BYTES * behind,
+            end=end,
+        )
+
+    def verify(self) -> LogVerdict:
+        """Read everything behind the checkpoint, as a daemon would, and judge it.
+
+        Without a sound index there is no checkpoint: then all that is there is read. Raises
+        ConfigError for records of a newer version.
+        """
+        reader = self._reader()
+        frames = records = 0
+        for frame in reader.frames():
+            frames += 1
+            records += len(frame.records)
+            _require_known(frame.records[:, 0])
+        verdict = LogVerdict(frames, records, _end_of(reader))
+        if self.index_fault:
+            verdict.findings.append(self.index_fault)
+        if verdict.end.kind == CORRUPT:
+            end = verdict.end
+            verdict.findings.append(f"{end.path} at byte {end.offset}: {end.reason}")
+        return verdict
+
+    def plan_repair(self) -> RepairPlan:
+        """What ``repair`` would do. Raises CorruptionError if the index is damaged."""
+        if self.index_fault:
+            raise CorruptionError(
+                f"{self.index_fault}; repairing the log is of no use without the index: see "
+                "`tierkv verify`",
+                path=str(self._directory.index),
+                offset=0,
+            )
+        reader = self._reader()
+        kept = sum(len(frame.records) for frame in reader.frames())
+        end = _end_of(reader)
+        lost = 0
+        segments = []
+        for seen in self.look():
+            if isinstance(seen, SegmentFile):
+                segments.append(seen.path)
+            elif isinstance(seen, SeenFrame) and seen.header.last_lsn > end.lsn:
+                lost += len(seen.records)
+        is_corrupt = end.kind == CORRUPT
+        return RepairPlan(
+            end=end,
+            kept_records=kept,
+            lost_records=lost if is_corrupt else 0,
+            segments=segments if is_corrupt else [],
+            quarantine=str(self._directory.quarantine),
+        )
+
+    def repair(self, progress: Callable[[str], None] = lambda _what: None) -> Repaired:
+        """Recover the store as the next start of a daemon would, and stop there.
+
+        What was read before the damage becomes the checkpoint, old segments move to quarantine, a
+        new one begins. Raises ConfigError for a user who is not the store's.
+
+        Crash: as any crash in recovery. The next repair, or start, begins again.
+        """
+        self._require_owner()
+        recovered = recover(self._config, self._directory, progress)
+        recovered.close()
+        report = recovered.report
+        return Repaired(
+            blocks=report.blocks,
+            dropped_blocks=report.dropped_blocks,
+            leases_closed=report.leases_closed,
+            records=report.records,
+            log_was=report.wal_end,
+            quarantined=report.quarantined,
+        )
+
+    def _require_owner(self) -> None:
+        """Files made by another user would keep the daemon out."""
+        owner = self._directory.path.stat().st_uid
+        if owner != os.geteuid():
+            raise ConfigError(
+                f"{self._directory.path} belongs to {_user(owner)}, and this is "
+                f"{_user(os.geteuid())}: run it as {_user(owner)}, else the daemon could not open "
+                "what it makes"
+            )
+
+    def _reader(self) -> WalReader:
+        directory = str(self._directory.wal)
+        return WalReader(self._machine.storage, directory, self._uuid, self.checkpoint_lsn)
+
+    def _read_checkpoint_lsn(self) -> int:
+        if not (self._directory.index / "data.mdb").exists():
+            return 0
+        index = self._machine.open_index(self._directory.index, self._config.index.map_bytes)
+        try:
+            return int(index.load().meta.get("checkpoint_lsn", 0))
+        finally:
+            index.close()
+
+
+def _require_known(kinds: U8) -> None:
+    unknown = set(np.unique(kinds[kinds < SKIPPED_FROM]).tolist()) - set(Kind)
+    if unknown:
+        raise ConfigError(
+            f"the log has records of type {min(unknown)}, so it is of a newer tierkv: look at it "
+            "with that one"
+        )
+
+
+def _end_of(reader: WalReader) -> LogEnd:
+    end = reader.end
+    return LogEnd(end.kind.value, end.lsn, end.path, end.offset, end.reason)
+
+
+def _segment_stat(segment: SegmentFile) -> SegmentStat:
+    header = segment.header
+    if header is None:
+        return SegmentStat(segment.path, segment.seq, segment.fault)
+    return SegmentStat(
+        file=segment.path,
+        seq=segment.seq,
+        fault=segment.fault,
+        epoch=header.epoch,
+        first_lsn=header.first_lsn,
+        last_lsn=header.first_lsn - 1,
+        used_bytes=HEADER_BYTES,
+        allocated_bytes=segment.file_bytes,
+        created_unix_s=header.created_ns / 1e9,
+    )
+
+
+def _kind_name(kind: int) -> str:
+    return Kind(kind).name if kind in set(Kind) else f"type {kind}"
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
