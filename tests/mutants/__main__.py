@@ -10,7 +10,7 @@ import os
 import sys
 
 from tests.mutants.catalog import MUTANTS, Mutant, Simulated, Tests
-from tests.mutants.mutation import install
+from tests.mutants.mutation import Unfit, install
 
 NOTICED, SURVIVED, UNFIT = 0, 1, 2
 
@@ -21,7 +21,7 @@ def main(name: str) -> int:
     try:
         install(mutant.edits)
         return _hunt(mutant)
-    except LookupError as error:
+    except Unfit as error:
         print(error)
         return UNFIT
 
@@ -34,7 +34,11 @@ def _hunt(mutant: Mutant) -> int:
 
 def _run_tests(tests: Tests) -> int:
     import pytest
+    from hypothesis import Phase, settings
 
+    # To notice is enough: no smaller example is looked for, and none is remembered.
+    settings.register_profile("hunt", phases=[Phase.explicit, Phase.generate], database=None)
+    settings.load_profile("hunt")
     # In this very process: the broken modules are only here.
     code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--no-header", *tests.names])
     return NOTICED if code == pytest.ExitCode.TESTS_FAILED else SURVIVED

@@ -12,6 +12,10 @@ from pathlib import Path
 from types import ModuleType
 
 
+class Unfit(Exception):
+    """The source is not what an edit expects."""
+
+
 @dataclass(frozen=True)
 class Edit:
     """One change to a module's source. ``old`` must be there exactly once."""
@@ -53,11 +57,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def apply(edit: Edit, source: str) -> str:
-    """The source with the edit. Raises LookupError if it does not fit any more."""
+    """The source with the edit. Raises Unfit if it does not fit any more."""
     if source.count(edit.old) != 1:
-        raise LookupError(
-            f"{edit.module} holds {source.count(edit.old)} times, not once:\n{edit.old}"
-        )
+        raise Unfit(f"{edit.module} holds {source.count(edit.old)} times, not once:\n{edit.old}")
     return source.replace(edit.old, edit.new)
 
 
@@ -65,5 +67,5 @@ def install(edits: Sequence[Edit]) -> None:
     """Break the modules that are imported from now on."""
     already = [edit.module for edit in edits if edit.module in sys.modules]
     if already:
-        raise LookupError(f"imported before it could be broken: {already}")
+        raise Unfit(f"imported before it could be broken: {already}")
     sys.meta_path.insert(0, _Finder(edits))

@@ -22,6 +22,7 @@ from tierkv.service.lifecycle import DaemonState, Lifecycle
 from tierkv.service.recovery import Recovered, recover
 from tierkv.service.sessions import Sessions
 from tierkv.service.store import StateDirectory
+from tierkv.tiers.index import IndexChanges
 
 
 def open_store(config: schema.Config, machine: SimulatedMachine) -> Recovered:
@@ -92,9 +93,9 @@ class SimulatedDaemon:
 
     async def checkpoint(self) -> None:
         """What the daemon does when a checkpoint is due."""
-        refused = contextlib.suppress(TierFull, TierFailed, OSError)
-        with refused, self.ledger.checkpoint(self.recovered.state):
+        with contextlib.suppress(TierFull, TierFailed, OSError):
             await self.parts.checkpointer.run()
+            self.ledger.checkpointed()
 
     async def spare(self) -> None:
         """What the daemon does at every tick."""
@@ -135,6 +136,13 @@ class SimulatedDaemon:
             ledger.appended(lsn, state)
             return lsn
 
+        index, commit = recovered.index, recovered.index.commit
+
+        def committing(changes: IndexChanges) -> None:
+            ledger.committing(int(changes.meta["checkpoint_lsn"]))
+            commit(changes)
+
+        index.commit = committing  # type: ignore[method-assign]  # listens in on one object
         writer.append = noting  # type: ignore[method-assign]  # listens in on one object
 
     def _note_replies(self, parts: Parts) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -73,7 +73,12 @@ class Inspector:
     def inspect(self, machine: SimulatedMachine, ledger: Ledger, expected: Expected) -> Recovered:
         """Recover the machine and look at what is there. The caller closes the machine."""
         if expected.exact and not expected.lies:
-            self._check_log(machine, ledger, expected)
+            checkpoint_lsn = self._check_log(machine, ledger, expected)
+            if not expected.sync_failed:
+                # It may be there though the call that makes it has not returned.
+                promise = expected.promise
+                on_disk = promise.on_disk | ledger.committed.get(checkpoint_lsn, set())
+                expected = replace(expected, promise=replace(promise, on_disk=on_disk))
         recovered = open_store(self._config, machine)
         ledger.check_growth(recovered)
         report = recovered.report
@@ -88,14 +93,17 @@ class Inspector:
         names = names_of(recovered.state, rows)
         return frozenset(names) - self._readable(recovered, rows, names, ledger)
 
-    def _check_log(self, machine: SimulatedMachine, ledger: Ledger, expected: Expected) -> None:
-        """The state that index and log give is the live one of that moment."""
+    def _check_log(self, machine: SimulatedMachine, ledger: Ledger, expected: Expected) -> int:
+        """The state that index and log give is the live one of that moment.
+
+        Returns the LSN of the checkpoint in the index, -1 without a store.
+        """
         directory = StateDirectory(STATE_DIR, machine.storage)
         stored = directory.read_format()
         if stored is None:
             if expected.lsn:
                 ledger.violate(Violation.LOST, "the store has no FORMAT")
-            return
+            return -1
         index = machine.open_index(directory.index, 0)
         loaded = load(self._config, directory, stored, index, lambda _what: None, machine.storage)
         lsn = loaded.reader.end.lsn
@@ -106,6 +114,7 @@ class Inspector:
             ledger.violate(Violation.NOT_THE_STATE, f"no frame ends at lsn {lsn}")
         elif known != digest(loaded.state):
             ledger.violate(Violation.NOT_THE_STATE, f"the state at lsn {lsn} is another one")
+        return int(index.load().meta.get("checkpoint_lsn", 0))
 
     def _check_blocks(self, recovered: Recovered, ledger: Ledger, expected: Expected) -> None:
         """Every block that can be found was put and has its bytes; what must be found is."""

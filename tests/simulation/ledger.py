@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -67,8 +65,10 @@ class Ledger:
     happened: Counter[str] = field(default_factory=Counter)
     unreadable: frozenset[bytes] = frozenset()
     """Names on disk whose bytes an earlier power loss has cost, which is found out by reading."""
+    committed: dict[int, set[bytes]] = field(default_factory=dict)
+    """By LSN of a checkpoint that the index may hold: what was on disk then, and ever since."""
     device_lies: bool = False
-    _checkpoints: list[set[bytes]] = field(default_factory=list)
+    _on_disk: list[tuple[int, frozenset[bytes]]] = field(default_factory=list)
 
     def violate(self, kind: Violation, detail: str) -> None:
         """Note it; the run ends at the next chance."""
@@ -80,7 +80,8 @@ class Ledger:
         self.epoch = recovered.state.epoch
         self.next_block = recovered.state.next_block
         self.end_lsn = recovered.writer.written_lsn
-        self._checkpoints.clear()
+        self.committed = {}
+        self._on_disk = []
         self.states = {recovered.writer.written_lsn: digest(recovered.state)}
 
     def check_growth(self, recovered: Recovered) -> None:
@@ -104,11 +105,11 @@ class Ledger:
         """Records went into the log."""
         self.states[lsn] = digest(state)
         self.next_block = max(self.next_block, state.next_block)
-        if self.promise_now.on_disk or self._checkpoints:
-            now = on_disk(state)
-            self.promise_now.on_disk &= now
-            for names in self._checkpoints:
-                names &= now
+        now = on_disk(state) - self.unreadable
+        self._on_disk.append((lsn, now))
+        self.promise_now.on_disk &= now
+        for names in self.committed.values():
+            names &= now
 
     def promise(self, lsn: int) -> None:
         """A reply went out that stands for all records up to ``lsn``."""
@@ -123,16 +124,15 @@ class Ledger:
         """A worker was told that these blocks are sealed."""
         self.promise_now.sealed |= set(names)
 
-    @contextmanager
-    def checkpoint(self, state: State) -> Iterator[None]:
-        """A checkpoint is made; if it is done, what was on disk all the while stays readable."""
-        names = set(on_disk(state) - self.unreadable)
-        self._checkpoints.append(names)
-        try:
-            yield
+    def committing(self, lsn: int) -> None:
+        """The index is about to hold the checkpoint at this LSN."""
+        since = [names for at, names in self._on_disk if at >= lsn]
+        self.committed = {lsn: set(frozenset.intersection(*since))} if since else {}
+
+    def checkpointed(self) -> None:
+        """The last commit, and what goes with it, has returned."""
+        for names in self.committed.values():
             self.promise_now.on_disk = frozenset(names)
-        finally:
-            self._checkpoints = [one for one in self._checkpoints if one is not names]
 
 
 def names_of(state: State, rows: I64) -> list[bytes]:

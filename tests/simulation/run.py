@@ -37,7 +37,9 @@ from tierkv.tiers.arena import Arena
 from tierkv.tiers.sizes import slot_bytes
 
 SHAPE = PoolShape(SPEC.block_bytes, SPEC.block_tokens)
-WAL_SEGMENT_BYTES = 24 << 10
+WAL_SEGMENT_BYTES = 8 << 10
+"""The smallest there is: runs shall rotate the log often."""
+
 SLOTS_PER_SEGMENT = 4
 
 CHANGES = frozenset(

@@ -63,13 +63,13 @@ class Sequence:
 
 
 class Worker:
-    """Outlives the daemons. ``busy``: the sequences that the request under way may change."""
+    """Outlives the daemons. ``uncertain``: sequences that the request under way begins or ends."""
 
     def __init__(self, number: int, ledger: Ledger) -> None:
         self.number = number
         self.token = b""
         self.sequences: dict[int, Sequence] = {}
-        self.busy: set[int] = set()
+        self.uncertain: set[int] = set()
         self._next = 1
         self._ledger = ledger
         self._daemon: SimulatedDaemon
@@ -89,14 +89,13 @@ class Worker:
         self._namespace = opened.namespace
         held = {one.sequence: one for one in welcome.sequences}
         for local in list(self.sequences):
-            if local not in self.busy and local in held:
+            if local not in self.uncertain and local in held:
                 self._take_up(local, held[local])
-            elif welcome.resumed and local not in self.busy and must_resume:
+                continue
+            del self.sequences[local]
+            if must_resume and local not in self.uncertain:
                 self._ledger.violate(Violation.LEASE_LOST, f"sequence {local} is gone")
-                del self.sequences[local]
-            else:
-                del self.sequences[local]
-        self.busy.clear()
+        self.uncertain.clear()
         strangers = [local for local in held if local not in self.sequences]
         if strangers:
             await self._ask(m.Release(strangers))
@@ -104,8 +103,10 @@ class Worker:
     def _take_up(self, local: int, state: m.SequenceState) -> None:
         sequence = self.sequences[local]
         slots = _slots(state.slots)
-        if len(slots) * SIZE < len(sequence.tokens) or state.sealed < sequence.sealed:
+        full = min(sequence.sealed, len(sequence.tokens) // SIZE)
+        if len(slots) * SIZE < len(sequence.tokens) or state.sealed < full:
             self._ledger.violate(Violation.LOST, f"part of sequence {local}")
+            return
         was_suspended, sequence.suspended = sequence.suspended, state.suspended
         if state.suspended:
             if not was_suspended:
@@ -119,7 +120,7 @@ class Worker:
         """Power was lost: this is a new process."""
         self.token = b""
         self.sequences.clear()
-        self.busy.clear()
+        self.uncertain.clear()
 
     # --- verbs ------------------------------------------------------------------------------------
 
@@ -150,7 +151,7 @@ class Worker:
         local, self._next = self._next, self._next + 1
         chain = names(tuple(tokens))
         sequence = Sequence()
-        self.busy.add(local)
+        self.uncertain.add(local)
         self.sequences[local] = sequence
         full = np.array(tokens[: len(chain) * SIZE], "<u4").tobytes()
         message = m.Acquire(self._namespace, local, b"".join(chain), full)
@@ -158,8 +159,8 @@ class Worker:
             return None
         self._ledger.happened["blocks hit"] += sequence.sealed
         sequence.tokens = tokens[: sequence.sealed * SIZE]
+        self.uncertain.discard(local)
         self._check(sequence)
-        self.busy.discard(local)
         if len(tokens) > len(sequence.tokens) and not await self.grow(local, tokens):
             return None
         return local
@@ -168,7 +169,6 @@ class Worker:
         """Write on until the sequence holds ``tokens``, sealing what is full."""
         sequence = self.sequences[local]
         written = len(sequence.tokens)
-        self.busy.add(local)
         if not await self._table(local, m.Reserve(local, written, len(tokens))):
             return False
         self._check(sequence)
@@ -179,17 +179,16 @@ class Worker:
 
     async def release(self, local: int) -> None:
         """End a sequence."""
-        self.busy.add(local)
+        self.uncertain.add(local)
         await self._ask(m.Release([local]))
         self.sequences.pop(local, None)
-        self.busy.discard(local)
+        self.uncertain.discard(local)
 
     async def _seal(self, local: int) -> bool:
         sequence = self.sequences[local]
         chain = names(tuple(sequence.tokens))
         first = sequence.sealed
         if first >= len(chain):
-            self.busy.discard(local)
             return True
         sums = b""
         for block in range(first, len(chain)):
@@ -203,22 +202,17 @@ class Worker:
             return False
         self._ledger.sealed(list(chain[: sequence.sealed]))
         self._check(sequence)
-        self.busy.discard(local)
         return True
 
     async def _suspend(self, local: int) -> None:
-        self.busy.add(local)
         if not isinstance(await self._ask(m.Suspend(local)), m.Failure):
             self.sequences[local].suspended = True
-        self.busy.discard(local)
 
     async def _resume(self, local: int) -> None:
         sequence = self.sequences[local]
-        self.busy.add(local)
         if await self._table(local, m.Resume(local)):
             sequence.suspended = False
             self._check(sequence)
-        self.busy.discard(local)
 
     async def _fork(self, local: int, b: int) -> None:
         sequence = self.sequences[local]
@@ -229,19 +223,19 @@ class Worker:
         keep = 1 + b % len(sequence.tokens)
         new, self._next = self._next, self._next + 1
         self.sequences[new] = Sequence(sequence.tokens[:keep])
-        self.busy.add(new)
+        self.uncertain.add(new)
         if await self._table(new, m.Fork(local, new, keep)):
             self._check(self.sequences[new])
-        self.busy.discard(new)
+        self.uncertain.discard(new)
 
     async def _truncate(self, local: int, b: int) -> None:
         sequence = self.sequences[local]
         keep = b % (len(sequence.tokens) + 1)
-        self.busy.add(local)
+        self.uncertain.add(local)
         if await self._table(local, m.Truncate(local, keep)):
             sequence.tokens = sequence.tokens[:keep]
             self._check(sequence)
-        self.busy.discard(local)
+        self.uncertain.discard(local)
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -285,7 +279,7 @@ class Worker:
         return self._daemon.recovered.arenas[Tier.DEVICE].payload(0)[slot]
 
     def _pick(self, a: int) -> int | None:
-        locals_ = [local for local in sorted(self.sequences) if local not in self.busy]
+        locals_ = sorted(self.sequences)
         return locals_[a % len(locals_)] if locals_ else None
 
     def _path(self, tokens: list[int], more: int, choice: int) -> list[int]:
