@@ -6,9 +6,11 @@ import os
 import shutil
 import signal
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from tierkv.torture.daemon import SHM, START_S
+from tierkv.torture.daemon import SHM, START_S, Broken
 from tierkv.torture.daemon import Daemon as AnyDaemon
 
 __all__ = ["ROOT", "SHM", "START_S", "Daemon", "python_environment"]
@@ -25,11 +27,11 @@ def python_environment() -> dict[str, str]:
 class Daemon(AnyDaemon):
     """``tierkv serve`` with small tiers, in a folder that goes with it.
 
-    ``settings`` override the defaults below (``wal__durability="power"``); ``mortal`` makes
-    ``kill_at_write`` work.
+    ``settings`` override the defaults below (``wal__durability="power"``). ``module`` is what is
+    run as ``python -m``; ``mortal`` stands for the one that makes ``kill_at_write`` work.
     """
 
-    def __init__(self, *, mortal: bool = False, **settings: str) -> None:
+    def __init__(self, *, mortal: bool = False, module: str = "tierkv", **settings: str) -> None:
         small = {
             "device.bytes": "8MiB",
             "host.bytes": "4MiB",
@@ -39,9 +41,31 @@ class Daemon(AnyDaemon):
         super().__init__(
             Path(tempfile.mkdtemp(prefix="tierkv-crash-")),
             small | {key.replace("__", "."): value for key, value in settings.items()},
-            module="tests.crash.mortal" if mortal else "tierkv",
+            module="tests.crash.mortal" if mortal else module,
             environment=python_environment(),
         )
+
+    def serves(self) -> bool:
+        """Whether a worker can connect, now or later; not if the daemon ends before."""
+        try:
+            self.wait_until_serving()
+        except Broken:
+            if self.process is not None and self.process.poll() is not None:
+                return False
+            raise
+        return True
+
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+        """Return once ``condition()`` is true; fails with the daemon's last words."""
+        deadline = time.monotonic() + START_S
+        while not condition():
+            assert time.monotonic() < deadline, f"waited in vain for {what}: {self.last_words()}"
+            time.sleep(0.01)
+
+    def ended(self) -> int:
+        """Wait until it ends by itself; returns its exit code."""
+        assert self.process is not None
+        return self.process.wait(START_S)
 
     def kill_at_write(self) -> None:
         """Let it kill itself right before its next write to the log, and wait for that."""

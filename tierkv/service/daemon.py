@@ -28,6 +28,7 @@ from tierkv.obs.status import StatusDocument, to_plain
 from tierkv.rpc.connection import ConnectionLimits
 from tierkv.rpc.listener import Listener, bind_socket
 from tierkv.service.assembly import assemble
+from tierkv.service.ballast import Ballast
 from tierkv.service.checkpoint import Checkpointer
 from tierkv.service.engine import Engine
 from tierkv.service.fd_store import FdStore
@@ -136,15 +137,34 @@ class _Daemon:
             await _start_exporter(exporter, self._config)
             # On a thread, so that health and metrics answer meanwhile. Workers that connect wait in
             # the socket's backlog until the listener runs.
+            ballast = Ballast(machine.storage, str(directory.path), self._config.wal.segment_bytes)
             recovered = await asyncio.get_running_loop().run_in_executor(
-                None, recover, self._config, directory, self._progress, machine
+                None, self._recover, directory, machine, ballast
             )
-            await self._serve(recovered, listening, exporter.tcp_port)
+            await self._serve(recovered, ballast, listening, exporter.tcp_port)
         finally:
             await exporter.close()
 
+    def _recover(self, directory: StateDirectory, machine: Machine, ballast: Ballast) -> Recovered:
+        try:
+            recovered = ballast.backing(
+                lambda: recover(self._config, directory, self._progress, machine)
+            )
+        except OSError as error:
+            raise TierFailed(
+                f"cannot recover the store in {directory.path}, which is as it was: {error}",
+                path=str(directory.path),
+            ) from error
+        # Before the disk tier may take what room there is.
+        _keep_room(recovered.writer, ballast)
+        return recovered
+
     async def _serve(
-        self, recovered: Recovered, listening: socket.socket, metrics_port: int
+        self,
+        recovered: Recovered,
+        ballast: Ballast,
+        listening: socket.socket,
+        metrics_port: int,
     ) -> None:
         config = self._config
         parts = assemble(config, recovered, self._counters, self)
@@ -173,7 +193,7 @@ class _Daemon:
         await self._until_stopped(
             listener.serve(),
             parts.engine.write_behind(),
-            self._tick(recovered.writer, parts.checkpointer),
+            self._tick(recovered.writer, ballast, parts.checkpointer),
         )
         self._lifecycle.enter(DaemonState.DRAINING)
         log.info("stopping: what is only in RAM goes to disk")
@@ -199,8 +219,8 @@ class _Daemon:
             if error is not None:
                 raise error
 
-    async def _tick(self, writer: WalWriter, checkpointer: Checkpointer) -> None:
-        """Checkpoints when they are due, keeps a spare log segment, measures the loop's lag."""
+    async def _tick(self, writer: WalWriter, ballast: Ballast, checkpointer: Checkpointer) -> None:
+        """Checkpoints when they are due, keeps room for what comes, measures the loop's lag."""
         loop = asyncio.get_running_loop()
         wal = self._config.wal
         while True:
@@ -214,10 +234,9 @@ class _Daemon:
                     log.error("checkpoint failed, the log keeps everything: %s", error)
                     await asyncio.sleep(1.0)
                 else:
+                    await loop.run_in_executor(None, _keep_room, writer, ballast)
                     await self._note_status()
-            with contextlib.suppress(OSError):
-                # Without a spare the next rotation makes its segment itself.
-                await loop.run_in_executor(None, writer.prepare_spare)
+            await loop.run_in_executor(None, _prepare_spare, writer)
 
     async def _note_status(self) -> None:
         try:
@@ -354,6 +373,28 @@ async def _start_exporter(exporter: Exporter, config: Config) -> None:
     if config.metrics.socket:
         _make_parent("metrics.socket", Path(config.metrics.socket))
     await exporter.start(tcp=config.metrics.tcp, socket=config.metrics.socket)
+
+
+def _prepare_spare(writer: WalWriter) -> None:
+    with contextlib.suppress(OSError):
+        # Without a spare the next rotation makes its segment itself.
+        writer.prepare_spare()
+
+
+def _keep_room(writer: WalWriter, ballast: Ballast) -> None:
+    """For the next segment first: it serves this daemon and a recovery alike."""
+    _prepare_spare(writer)
+    try:
+        held_back = ballast.fill()
+    except OSError as error:
+        log.warning("cannot make the ballast, so a start on a full disk may fail: %s", error)
+        return
+    if held_back < ballast.size_bytes:
+        log.warning(
+            "the disk is nearly full: %d bytes are held back for the next start instead of %d",
+            held_back,
+            ballast.size_bytes,
+        )
 
 
 async def _drain(engine: Engine, checkpointer: Checkpointer) -> None:

@@ -243,7 +243,10 @@ def _rebuild(
         report.quarantined.append(reader.end.path)
     else:
         writer = reader.writer(state.epoch, segment_bytes)
-    writer.forget(lsn)
+    try:
+        writer.forget(lsn)
+    except OSError as error:
+        log.warning("cannot remove old log segments: %s", error)
     return Recovered(state, loaded.specs, index, writer, arenas, disk, lsn, report)
 
 

@@ -73,10 +73,7 @@ class StateDirectory:
             _make_directories(storage, path)
             lock_fd = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(
-                f"cannot use {path} as server.state_dir: {error.strerror}; choose another, "
-                "or make it writable"
-            ) from error
+            raise _unusable(path, error) from error
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -87,7 +84,11 @@ class StateDirectory:
                 state="locked",
             ) from None
         directory = cls(path, storage, lock_fd)
-        directory.make_folders()
+        try:
+            directory.make_folders()
+        except OSError as error:
+            directory.close()
+            raise _unusable(path, error) from error
         return directory
 
     def make_folders(self) -> None:
@@ -152,6 +153,13 @@ def _make_directories(storage: Storage, path: Path) -> None:
     _make_directories(storage, path.parent)
     storage.mkdir(str(path))
     storage.fsync_dir(str(path.parent))
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot use {path} as server.state_dir: {error.strerror}; choose another, or make it "
+        "writable"
+    )
 
 
 def read_format(state_dir: Path, storage: Storage | None = None) -> StoreFormat | None:

@@ -84,12 +84,15 @@ class Daemon:
         own = environment._replace(variables=self.environment)
         return load(None, own, self.settings).config
 
-    def launch(self) -> None:
-        """Start the process; does not wait for it."""
+    def launch(self, *under: str) -> None:
+        """Start the process; does not wait for it.
+
+        ``under``: a command that runs the daemon in a way of its own, and in its own process.
+        """
         given = [f"--set={key}={value}" for key, value in self.settings.items()]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", self.module, "serve", *given],
+                [*under, sys.executable, "-m", self.module, "serve", *given],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stderr=log,

@@ -1,0 +1,261 @@
+"""What the daemon and its worker do while a fault is put at one of their system calls.
+
+Everything here is the same at every run: it is what makes the n-th call a place one can name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import tierkv
+from tests.crash.daemon import START_S
+from tests.crash.one_thread import DIE, LISTENS, REST, STOP, TICK
+from tests.crash.pattern import SMALL, payload, put, wrong_token
+from tierkv.client.sync import Client, Sequence
+from tierkv.config import schema
+from tierkv.core.spec import slot_stride
+from tierkv.errors import TierkvError, Unavailable
+from tierkv.tiers.disk import disk_slot_bytes
+
+SIZE = SMALL.block_tokens
+CHAINS = 11
+NEW_CHAIN = 100
+REFUSED = "the worker was refused"
+
+
+def config_of(folder: Path, durability: str) -> schema.Config:
+    """Small tiers and a small log, so that little work makes blocks move and segments change."""
+    slot = slot_stride(SMALL.block_bytes)
+    disk_slot = disk_slot_bytes(SMALL.block_bytes, SIZE)
+    return schema.Config(
+        server=schema.Server(socket=str(folder / "socket"), state_dir=str(folder / "state")),
+        device=schema.Device(16 * slot),
+        host=schema.Host(4 * slot),
+        arena=schema.Arena(str(folder / "arena")),
+        disk=schema.Disk(
+            dir=str(folder / "data"), bytes=96 * disk_slot, segment_bytes=16 * disk_slot
+        ),
+        wal=schema.Wal(durability=durability, segment_bytes=8 << 10, checkpoint_bytes=4 << 10),
+        index=schema.Index(map_bytes=8 << 20),
+        metrics=schema.Metrics(tcp="", socket=""),
+    )
+
+
+def chain(number: int, blocks: int) -> list[int]:
+    """The tokens of a chain of blocks."""
+    return [1000 * number + t for t in range(blocks * SIZE)]
+
+
+@dataclass
+class Acknowledged:
+    """Blocks of each chain that were sealed, and those that were then flushed, as far as told."""
+
+    sealed: dict[int, int] = field(default_factory=dict)
+    flushed: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Acknowledged:
+        """What a log of acknowledgements says; a line cut short was told to nobody."""
+        told = cls()
+        for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+            if not line.endswith("\n"):
+                break
+            number, blocks = json.loads(line)
+            if number < 0:
+                told.flushed = dict(told.sealed)
+            else:
+                told.sealed[number] = max(blocks, told.sealed.get(number, 0))
+        return told
+
+
+class Gone(Exception):
+    """The daemon has ended."""
+
+
+class Worker:
+    """One worker and the log of what it was told is done.
+
+    After every step it lets the daemon come to rest. Steps raise Gone, Unavailable or
+    ConnectionError once the daemon has ended.
+    """
+
+    def __init__(self, client: Client, daemon: socket.socket, acks: Path) -> None:
+        self._client = client
+        self._daemon = daemon
+        self._acks = os.open(acks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self.namespace = client.namespace(SMALL)
+        self.rest()
+
+    def begin(self, number: int, blocks: int) -> Sequence:
+        """A sequence on what is found of a chain, of which no byte may be wrong."""
+        sequence = self.namespace.begin(chain(number, blocks), keep=0)
+        self.rest()
+        pool, table, tokens = self.namespace.pool, sequence.block_table, sequence.tokens
+        assert tokens.tolist() == chain(number, blocks)[: len(tokens)]
+        at = wrong_token(SMALL, pool, table, tokens)
+        assert at is None, f"wrong bytes at token {at} of chain {number}"
+        return sequence
+
+    def extend(self, sequence: Sequence, number: int, blocks: int) -> None:
+        """Write what a sequence lacks of a chain, seal it, log that it was acknowledged."""
+        tokens, have = chain(number, blocks), sequence.num_tokens
+        sequence.reserve(len(tokens) - have)
+        self.rest()
+        put(SMALL, self.namespace.pool, sequence.block_table, have, payload(SMALL, tokens)[have:])
+        sequence.append(tokens[have:])
+        self._log(number, blocks)
+        self.rest()
+
+    def store(self, number: int, blocks: int) -> None:
+        """Leave a chain in the cache, held by nobody."""
+        sequence = self.begin(number, blocks)
+        self.extend(sequence, number, blocks)
+        self.end(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        sequence.end()
+        self.rest()
+
+    def attempt(self, step: Callable[[], None]) -> None:
+        """Take a refusal, as an engine would, which then computes without a cache."""
+        try:
+            step()
+        except Unavailable:
+            raise
+        except TierkvError as error:
+            print(f"{REFUSED}: {error!r}", file=sys.stderr)
+
+    def flush(self) -> None:
+        # The client's own flush would wait ten minutes for the next daemon.
+        self._client._run(self._client._core.flush())
+        self._log(-1, 0)
+        self.rest()
+
+    def rest(self) -> None:
+        """Let the daemon do all that there is to do."""
+        _tell(self._daemon, REST)
+
+    def tick(self) -> None:
+        """Let the daemon do what it does from time to time."""
+        _tell(self._daemon, TICK)
+
+    def _log(self, number: int, blocks: int) -> None:
+        os.write(self._acks, json.dumps([number, blocks]).encode() + b"\n")
+
+
+def _tell(daemon: socket.socket, what: bytes) -> None:
+    daemon.sendall(what)
+    if daemon.recv(1) != what:
+        raise Gone
+
+
+Work = Callable[[Worker], None]
+
+
+def work_on(
+    config: schema.Config, daemon: socket.socket, acks: Path, work: Work, end: bytes
+) -> int:
+    """Connect to a daemon, work until it or the work ends, then tell it ``end`` (STOP or DIE)."""
+    if daemon.recv(1) != LISTENS:
+        return 0
+    with contextlib.suppress(Gone, Unavailable, ConnectionError):
+        with tierkv.connect(config.server.socket, timeout_s=START_S, reconnect_s=0) as client:
+            work(Worker(client, daemon, acks))
+            if end == DIE:
+                daemon.sendall(DIE)
+                daemon.recv(1)
+                return 0
+        # First let it notice that the worker has left.
+        _tell(daemon, REST)
+        daemon.sendall(STOP)
+    return 0
+
+
+def prepared(worker: Worker) -> None:
+    """Makes a store with checkpoint, log, and blocks in every tier, to be killed."""
+    for number in range(5):
+        worker.store(number, 3)
+    worker.flush()
+    worker.tick()
+    held = worker.begin(1, 3)
+    worker.extend(held, 1, 4)
+    for number in range(5, 8):
+        worker.store(number, 3)
+
+
+def exercised(worker: Worker) -> None:
+    """Uses every path that writes: seals, spills, copies to disk, rotations, checkpoints."""
+    worker.tick()
+    for number in (0, 4, 6):
+        worker.attempt(partial(worker.store, number, 4))
+    worker.tick()
+    worker.attempt(partial(_held_and_forked, worker))
+    worker.attempt(worker.flush)
+    for number in (3, 7):
+        worker.attempt(partial(worker.store, number, 5))
+    worker.tick()
+
+
+def _held_and_forked(worker: Worker) -> None:
+    held = worker.begin(8, 3)
+    worker.extend(held, 8, 3)
+    child = held.fork()
+    worker.rest()
+    child.truncate(SIZE + 1)
+    worker.rest()
+    held.suspend()
+    worker.rest()
+    for number in (9, 10):
+        worker.store(number, 3)
+    worker.tick()
+    held.resume()
+    worker.rest()
+    worker.extend(held, 8, 5)
+    worker.end(child)
+
+
+def begun(worker: Worker) -> None:
+    """The first hour of a store."""
+    worker.tick()
+    for number in range(3):
+        worker.store(number, 3)
+    worker.flush()
+
+
+def checked(owed: dict[int, int]) -> Work:
+    """Looks for what is owed, and at every byte of whatever is found."""
+
+    def work(worker: Worker) -> None:
+        for number in range(CHAINS):
+            sequence = worker.begin(number, CHAINS)
+            found, wanted = sequence.num_tokens // SIZE, owed.get(number, 0)
+            assert found >= wanted, f"{found} of {wanted} blocks of chain {number} are found"
+            worker.end(sequence)
+
+    return work
+
+
+def checked_and_used(owed: dict[int, int]) -> Work:
+    """Then stores and finds something new."""
+
+    def work(worker: Worker) -> None:
+        checked(owed)(worker)
+        worker.store(NEW_CHAIN, 3)
+        worker.flush()
+        sequence = worker.begin(NEW_CHAIN, 3)
+        assert sequence.num_tokens == 3 * SIZE
+        worker.end(sequence)
+
+    return work
+
+
+SCRIPTS: dict[str, Work] = {"restart": exercised, "first start": begun}
+"""What runs under faults: on a prepared store, or on none."""
