@@ -120,7 +120,7 @@ def _rewrite(path: Path, content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [{"version": 2}, {"version": 2, "store": 5, "shards": [1]}, {"version": 99}]
+    "content", [{"version": 3}, {"version": 3, "store": 5, "shards": [1]}, {"version": 99}]
 )
 def test_a_newer_format_is_refused_whatever_else_it_says(
     machine: Machine, start: Start, content: dict[str, Any]
@@ -134,6 +134,16 @@ def test_a_newer_format_is_refused_whatever_else_it_says(
     assert _files(_state(machine)) == before
     with pytest.raises(ConfigError):
         read_format(_state(machine))
+
+
+def test_an_older_format_is_refused(machine: Machine, start: Start) -> None:
+    _filled(start())
+    machine.crash()
+    _rewrite(_state(machine) / "FORMAT", {"version": 1})
+    before = _files(_state(machine))
+    with pytest.raises(ConfigError, match="use the older version, or move the directory aside"):
+        start()
+    assert _files(_state(machine)) == before
 
 
 def test_fields_of_a_later_minor_kind_are_not_minded(machine: Machine, start: Start) -> None:

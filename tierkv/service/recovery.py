@@ -306,7 +306,13 @@ def open_disk(
 ) -> DiskTier | None:
     if not config.disk.bytes:
         return None
-    disk = DiskTier(config.disk.dir, config.disk.bytes, stored.disk_segment_bytes, storage)
+    disk = DiskTier(
+        config.disk.dir,
+        config.disk.bytes,
+        stored.disk_segment_bytes,
+        stored.store_uuid,
+        storage,
+    )
     for pool, shape in enumerate(state.pools):
         disk.add_pool(pool, shape.block_bytes, shape.block_tokens)
     return disk

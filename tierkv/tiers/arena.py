@@ -54,7 +54,7 @@ REGION_ALIGN = 2 << 20
 IDENTITY_BYTES = 16
 
 _MAGIC = b"TKVARN\x00\x01"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<8sI4x16s16s48sQQ")
 _POOL_RECORD = struct.Struct("<QQQI4x")
 _CHECK = struct.Struct("<Q")
