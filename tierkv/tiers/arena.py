@@ -37,6 +37,7 @@ import xxhash
 
 from tierkv.core.ids import U8, U32
 from tierkv.core.spec import PAGE, slot_stride
+from tierkv.core.state import PoolShape
 from tierkv.errors import (
     ConfigError,
     InvariantViolation,
@@ -206,6 +207,15 @@ class Arena:
                 kind = TierFull if error.errno == errno.ENOSPC else TierFailed
                 raise kind(f"cannot add pool {pool} to the {self.name} arena: {error}") from error
             return kept
+
+    def recorded_pools(self) -> dict[int, PoolShape]:
+        """The pools that any process has added so far, with their geometry."""
+        records = {pool: self._recorded(pool) for pool in range(POOLS_MAX)}
+        return {
+            pool: PoolShape(record[0], record[3])
+            for pool, record in records.items()
+            if record is not None
+        }
 
     def slots(self, pool: int) -> U8:
         """The pool's slots, shape [count, stride], sharing memory with the file."""

@@ -362,16 +362,35 @@ class DiskTier:
 
     def _header_pages(self, known: _Pool, slots: U32) -> tuple[U8, Bool]:
         """Header pages of slots, shape [n, header_bytes], and which could be read."""
-        size = known.header_bytes
+        size, width = known.header_bytes, known.segments.slots_per_segment
         pages = np.zeros((len(slots), size), np.uint8)
         readable = np.ones(len(slots), np.bool_)
         view = pages.reshape(-1).data
-        numbers = slots.tolist()
-        for index in np.argsort(slots).tolist():
-            page = view[index * size : (index + 1) * size]
-            if not isinstance(self._read_some(known, numbers[index], [page]), int):
-                readable[index] = False
+        segments, places = np.divmod(slots.astype(np.int64), width)
+        for segment in np.unique(segments).tolist():
+            members = np.flatnonzero(segments == segment)
+            members = members[np.argsort(places[members])]
+            try:
+                fd = known.segments.fd_to_read(segment)
+            except OSError:
+                self._count_read_error()
+                readable[members] = False
+                continue
+            if fd is None:
+                continue
+            offsets = (places[members] * known.slot_bytes).tolist()
+            for index, offset in zip(members.tolist(), offsets, strict=True):
+                try:
+                    page = view[index * size : (index + 1) * size]
+                    self._storage.preadv(fd, [page], offset)
+                except OSError:
+                    self._count_read_error()
+                    readable[index] = False
         return pages, readable
+
+    def _count_read_error(self) -> None:
+        with self._counting:
+            self.read_errors += 1
 
     def _read_run(
         self, known: _Pool, slots: U32, memory: U8, arena_slots: U32
@@ -402,8 +421,7 @@ class DiskTier:
             fd = known.segments.fd_to_read(segment)
             return 0 if fd is None else self._storage.preadv(fd, buffers, offset)
         except OSError as error:
-            with self._counting:
-                self.read_errors += 1
+            self._count_read_error()
             path = known.segments.path(segment)
             return TierFailed(f"cannot read {path}: {error}", path=path)
 
