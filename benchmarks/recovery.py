@@ -14,6 +14,7 @@ from tierkv_wal import RealStorage, WalReader
 from benchmarks.daemon import Daemon, spec_of
 from benchmarks.harness import SECONDS, Bench, Line, child_environment, once, thousands_per_s
 from benchmarks.lookup import fill
+from benchmarks.rebuild import rebuild_line
 from benchmarks.wal import SPEC as CYCLE_SPEC
 from benchmarks.wal import cycle, prompts
 from tierkv.core.ids import Tier
@@ -47,6 +48,7 @@ def run(bench: Bench) -> Iterator[Line]:
                 cycle(namespace, tokens)
         daemon.kill()
         yield _replay(bench, Kept(daemon), f"recovery.replay.{count}.cycles")
+    yield rebuild_line(bench)
 
 
 class Kept:

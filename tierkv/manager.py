@@ -75,7 +75,8 @@ class KVCacheManager:
         self._disk: DiskTier | None = None
         if disk_blocks:
             path = str(self._directory / "disk")
-            self._disk = DiskTier(path, budgets[Tier.DISK], budgets[Tier.DISK], RealStorage())
+            budget = budgets[Tier.DISK]
+            self._disk = DiskTier(path, budget, budget, bytes(16), RealStorage())
             self._disk.add_pool(0, shape.block_bytes, shape.block_tokens)
         for arena in self._arenas.values():
             arena.add_pool(0, shape.block_bytes, shape.block_tokens)

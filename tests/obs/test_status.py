@@ -26,7 +26,7 @@ def test_keys() -> None:
     assert list(plain["prefix"]) == ["lookup_tokens", "hit_tokens", "hit_ratio"]
     assert list(plain["wal"]) == ["appended_lsn", "durable_lsn", "bytes", "segments"]
     assert list(plain["recovery"]) == [
-        "duration_s", "records", "blocks", "dropped_blocks", "tiers", "adopted_bytes",
+        "duration_s", "records", "blocks", "dropped_blocks", "rebuilt", "tiers", "adopted_bytes",
     ]  # fmt: skip
     assert list(plain["checkpoint"]) == ["lsn", "age_s"]
 

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from recovery_harness import SIZE, Daemon, Machine, kept, picture
-from tierkv_wal import RealStorage, WalDead
+from tierkv_wal import WalDead
 
 from tierkv.core.ids import Tier
 from tierkv.errors import TierFailed
 from tierkv.service.checkpoint import DIRTY_ROWS_MAX, Checkpointer
 from tierkv.service.journal import Journal
-from tierkv.service.recovery import load
+from tierkv.service.machine import RealMachine
+from tierkv.service.recovery import Site, load
 
 pytestmark = pytest.mark.asyncio
 
@@ -50,14 +51,10 @@ class Bench:
         daemon = self.daemon
         stored = daemon.directory.read_format()
         assert stored is not None
-        state = load(
-            daemon.config,
-            daemon.directory,
-            stored,
-            daemon.recovered.index,
-            lambda _what: None,
-            RealStorage(),
-        ).state
+        site = Site(
+            daemon.config, daemon.directory, stored, False, RealMachine(), lambda _what: None
+        )
+        state = load(site, daemon.recovered.index).state
         return kept(picture(state))
 
     def now(self) -> dict[str, Any]:

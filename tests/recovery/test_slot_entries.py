@@ -196,7 +196,7 @@ def test_a_prefix_asked_for_again_may_have_become_shorter(start: Start, machine:
     row = daemon.planner.sequence(lease, 2).rows[3]
     slot = int(daemon.state.blocks.slot[Tier.DISK][row])
     machine.crash()
-    segment = next((machine.folder / "data").glob("00-*.seg"))
+    segment = next((machine.folder / "data").glob("*.seg"))
     with segment.open("r+b") as file:
         file.seek(slot * 8192)
         file.write(b"\0")

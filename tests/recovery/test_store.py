@@ -120,7 +120,7 @@ def _rewrite(path: Path, content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [{"version": 2}, {"version": 2, "store": 5, "shards": [1]}, {"version": 99}]
+    "content", [{"version": 3}, {"version": 3, "store": 5, "shards": [1]}, {"version": 99}]
 )
 def test_a_newer_format_is_refused_whatever_else_it_says(
     machine: Machine, start: Start, content: dict[str, Any]
@@ -134,6 +134,16 @@ def test_a_newer_format_is_refused_whatever_else_it_says(
     assert _files(_state(machine)) == before
     with pytest.raises(ConfigError):
         read_format(_state(machine))
+
+
+def test_an_older_format_is_refused(machine: Machine, start: Start) -> None:
+    _filled(start())
+    machine.crash()
+    _rewrite(_state(machine) / "FORMAT", {"version": 1})
+    before = _files(_state(machine))
+    with pytest.raises(ConfigError, match="use the older version, or move the directory aside"):
+        start()
+    assert _files(_state(machine)) == before
 
 
 def test_fields_of_a_later_minor_kind_are_not_minded(machine: Machine, start: Start) -> None:
@@ -166,7 +176,7 @@ def test_a_newer_log_is_refused_and_nothing_is_set_aside(machine: Machine, start
     assert start().cached(A) == 3
 
 
-def test_a_damaged_index_is_set_aside_and_the_cache_starts_empty(
+def test_a_damaged_index_is_set_aside_with_the_log_and_made_anew(
     machine: Machine, start: Start
 ) -> None:
     daemon = start()
@@ -177,12 +187,13 @@ def test_a_damaged_index_is_set_aside_and_the_cache_starts_empty(
     data.write_bytes(data.read_bytes()[:12288])
     daemon = start()
     assert daemon.report.wal_end == "set aside"
-    assert _quarantine(machine) == ["index.0", "wal.0"]
+    assert "damaged" in daemon.report.rebuilt
+    assert _quarantine(machine) == ["0000000000000001.wal", "index.0"]
     assert len(daemon.report.quarantined) == 2
-    assert daemon.cached(A) == 0
-    _filled(daemon)
+    assert daemon.cached(A) == 3
     daemon = start()
     assert daemon.report.wal_end == "clean"
+    assert daemon.report.rebuilt == ""
     assert daemon.cached(A) == 3
 
 
@@ -237,15 +248,15 @@ def test_a_log_that_cannot_be_read_is_no_end_of_the_log(
 
 
 def test_a_rotten_row_of_the_index_is_found(machine: Machine, start: Start) -> None:
-    """LMDB's own checks cannot see it. The whole store is set aside, for now."""
+    """LMDB's own checks cannot see it."""
     daemon = start()
     _filled(daemon)
     daemon.checkpoint()
     machine.crash()
     _flip_value(_state(machine) / "index")
     daemon = start()
-    assert daemon.report.wal_end == "set aside"
-    assert daemon.cached(A) == 0
+    assert "1 entries of the index fail their checksum" in daemon.report.rebuilt
+    assert daemon.cached(A) == 3
 
 
 def _flip_value(index: Path) -> None:

@@ -137,16 +137,16 @@ class Damage:
     def __init__(self, path: Path, at: int) -> None:
         self.path, self.at = path, at
 
-    def _flip(self) -> None:
+    def flip(self) -> None:
         with self.path.open("r+b") as file:
             byte = os.pread(file.fileno(), 1, self.at)
             os.pwrite(file.fileno(), bytes([byte[0] ^ 0x40]), self.at)
 
     def __enter__(self) -> None:
-        self._flip()
+        self.flip()
 
     def __exit__(self, *exc: object) -> None:
-        self._flip()
+        self.flip()
 
 
 def test_a_damaged_payload_is_found_by_a_deep_look(store_of_40: Daemon) -> None:
@@ -187,6 +187,35 @@ def test_a_damaged_format_file(store_of_40: Daemon) -> None:
         status, report = verify(store_of_40)
         assert status == DAMAGE
         assert "FORMAT is damaged" in report["findings"][0]
+
+
+def test_a_lost_index(store_of_40: Daemon) -> None:
+    for path in store_of_40.state.joinpath("index").glob("*.mdb"):
+        path.unlink()
+    printed = run_cli("verify", *store_of_40.flags)
+    assert printed.returncode == DAMAGE
+    assert "it was lost" in printed.stdout
+    assert "tierkv verify --repair" in printed.stdout
+    printed = run_cli("verify", "--repair", *store_of_40.flags)
+    assert printed.returncode == 0
+    assert "made anew from the slots" in printed.stdout
+    assert "1 findings, put right" in printed.stdout
+    assert verify(store_of_40, "--deep")[0] == 0
+
+
+def test_a_damaged_payload_is_put_right(store_of_40: Daemon) -> None:
+    """It is a block of no prompt that is asked for below."""
+    (segment,) = store_of_40.state.joinpath("data").glob("*.seg")
+    payload = payloads(SPEC, tokens(1, seed=970))[0].tobytes()
+    at = segment.read_bytes().find(payload)
+    assert at > 0
+    Damage(segment, at).flip()
+    assert verify(store_of_40, "--deep")[0] == DAMAGE
+    done = run_cli("verify", "--deep", "--repair", "--json", *store_of_40.flags)
+    assert done.returncode == 0
+    report = json.loads(done.stdout)
+    assert (report["slots_damaged"], report["repaired"]) == (1, True)
+    assert verify(store_of_40, "--deep")[0] == 0
 
 
 def test_afterwards_the_daemon_starts_with_all_of_it(store_of_40: Daemon) -> None:

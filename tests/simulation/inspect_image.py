@@ -12,7 +12,7 @@ from tests.simulation.machine import STATE_DIR, CrashKind, SimulatedMachine
 from tierkv.config import schema
 from tierkv.core.ids import I64, U8, U32, U64, Bool, Tier
 from tierkv.core.state import PoolShape
-from tierkv.service.recovery import Recovered, load
+from tierkv.service.recovery import Recovered, Site, load
 from tierkv.service.store import StateDirectory
 from tierkv.tiers.copy import verify_blocks
 from tierkv.tiers.sizes import slot_bytes
@@ -105,7 +105,8 @@ class Inspector:
                 ledger.violate(Violation.LOST, "the store has no FORMAT")
             return -1
         index = machine.open_index(directory.index, 0)
-        loaded = load(self._config, directory, stored, index, lambda _what: None, machine.storage)
+        site = Site(self._config, directory, stored, False, machine, lambda _what: None)
+        loaded = load(site, index)
         lsn = loaded.reader.end.lsn
         if lsn < expected.lsn:
             ledger.violate(Violation.LOST, f"the log ends at {lsn}, promised was {expected.lsn}")

@@ -64,7 +64,7 @@ def put_blocks() -> PutBlocks:
             hash_lo=rng.integers(0, 2**63, len(slots)),
             tokens=rng.integers(0, 2**32, (len(slots), tokens), np.uint32),
             length=size,
-            namespace=1,
+            digest=bytes(range(16)),
             sum_hi=np.array([high for high, _ in sums], np.uint64),
             sum_lo=np.array([low for _, low in sums], np.uint64),
         )

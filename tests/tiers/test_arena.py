@@ -307,7 +307,7 @@ def fill_for_ever(directory: Path, ready: Any) -> None:
             hash_lo=1,
             tokens=np.zeros((1, BLOCK_TOKENS), np.uint32),
             length=BLOCK_BYTES,
-            namespace=1,
+            digest=bytes(range(16)),
             sum_hi=high,
             sum_lo=low,
         )

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tierkv_wal import RealStorage
 
+from tierkv.core.state import PoolShape
 from tierkv.errors import InvariantViolation, TierFailed, TierFull
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.arena_files import ArenaFiles
@@ -27,6 +28,7 @@ BLOCK_BYTES = 5000
 SLOT_BYTES = 4096 + 8192
 BLOCK_TOKENS = 16
 POOL = 3
+STORE = bytes(range(16))
 
 OpenDisk = Callable[..., DiskTier]
 
@@ -99,8 +101,9 @@ def open_disk(data: Path, storage: FaultyStorage) -> Iterator[OpenDisk]:
         budget_bytes: int = 40 * SLOT_BYTES,
         segment_bytes: int = 16 * SLOT_BYTES,
         block_bytes: int = BLOCK_BYTES,
+        store: bytes = STORE,
     ) -> DiskTier:
-        disk = DiskTier(str(directory), budget_bytes, segment_bytes, storage)
+        disk = DiskTier(str(directory), budget_bytes, segment_bytes, store, storage)
         disk.add_pool(POOL, block_bytes, BLOCK_TOKENS)
         opened.append(disk)
         return disk
@@ -115,6 +118,15 @@ def arena(open_arena: Callable[..., Arena]) -> Arena:
     arena = open_arena(budget_bytes=1 << 20)
     arena.add_pool(POOL, BLOCK_BYTES, BLOCK_TOKENS)
     return arena
+
+
+def scanned(disk: DiskTier, pool: int = POOL) -> dict[int, int]:
+    """The ids of the blocks that a scan finds, by slot."""
+    return {
+        int(slot): int(entry["id"])
+        for scan in disk.scan(pool)
+        for slot, entry in zip(scan.slots, scan.entries, strict=True)
+    }
 
 
 # --- round trips ----------------------------------------------------------------------------------
@@ -161,21 +173,22 @@ def test_slots_have_the_documented_bytes(
     disk.write(POOL, u32(17), arena, u32(0))
     assert disk.slot_bytes(POOL) == SLOT_BYTES
     assert disk.slot_count(POOL) == 40
-    content = (data / "03-00000001.seg").read_bytes()
+    content = (data / "5000x16-00000001.seg").read_bytes()
     assert len(content) == 16 * SLOT_BYTES
     slot = content[SLOT_BYTES : 2 * SLOT_BYTES]
     entry = arena.table(POOL)[:1].tobytes()
     assert slot[:8] == b"TKVBLK\x00\x01"
-    assert slot[8:16] == (1).to_bytes(4, "little") + len(entry).to_bytes(4, "little")
-    assert slot[16 : 16 + len(entry)] == entry
-    assert not any(slot[16 + len(entry) : 4096])
+    assert slot[8:16] == (2).to_bytes(4, "little") + len(entry).to_bytes(4, "little")
+    assert slot[16:32] == STORE
+    assert slot[32 : 32 + len(entry)] == entry
+    assert not any(slot[32 + len(entry) : 4096])
     assert slot[4096 : 4096 + BLOCK_BYTES] == payload.tobytes()
 
 
 def test_long_token_lists_take_more_than_one_header_page(
     open_arena: Callable[..., Arena], data: Path
 ) -> None:
-    disk = DiskTier(str(data), 1 << 20, 1 << 19, RealStorage())
+    disk = DiskTier(str(data), 1 << 20, 1 << 19, STORE, RealStorage())
     arena = open_arena()
     arena.add_pool(0, 4096, 2048)
     disk.add_pool(0, 4096, 2048)
@@ -184,7 +197,7 @@ def test_long_token_lists_take_more_than_one_header_page(
     tokens = np.arange(2048, dtype=np.uint32)[None, :]
     arena.payload(0)[0] = payload
     arena.table(0)[:1] = make_entries(
-        ids=u64(9), parents=8, hash_hi=1, hash_lo=2, tokens=tokens, length=4096, namespace=1
+        ids=u64(9), parents=8, hash_hi=1, hash_lo=2, tokens=tokens, length=4096, digest=STORE
     )
     assert disk.write(0, u32(3), arena, u32(0)).written.all()
     assert disk.read(0, u32(3), u64(9), arena, u32(1)).ok.all()
@@ -211,11 +224,11 @@ def test_blocks_outlive_the_process_and_segments_are_found_again(
     put_blocks(arena, POOL, [0, 1], [1, 2])
     first.write(POOL, u32(0, 39), arena, u32(0, 1))
     first.sync()
-    (data / "03-00000001.seg.tmp").write_bytes(b"unfinished")
+    (data / "5000x16-00000001.seg.tmp").write_bytes(b"unfinished")
     (data / "unrelated").touch()
     second = open_disk()
-    assert sorted(os.listdir(data)) == ["03-00000000.seg", "03-00000002.seg", "unrelated"]
-    assert (data / "03-00000002.seg").stat().st_size == 8 * SLOT_BYTES
+    assert sorted(os.listdir(data)) == ["5000x16-00000000.seg", "5000x16-00000002.seg", "unrelated"]
+    assert (data / "5000x16-00000002.seg").stat().st_size == 8 * SLOT_BYTES
     assert second.read(POOL, u32(0, 39), u64(1, 2), arena, u32(2, 3)).ok.all()
 
 
@@ -228,7 +241,7 @@ def test_any_batches_of_any_sizes_come_back(
     block_tokens = data.draw(st.integers(1, 40))
     directory = tmp_path_factory.mktemp("any")
     arena = Arena.open(ArenaFiles(directory), "device", 1 << 20, bytes(16), "boot")
-    disk = DiskTier(str(directory / "data"), 1 << 20, 1 << 17, RealStorage())
+    disk = DiskTier(str(directory / "data"), 1 << 20, 1 << 17, STORE, RealStorage())
     arena.add_pool(0, block_bytes, block_tokens)
     disk.add_pool(0, block_bytes, block_tokens)
     width = min(disk.slot_count(0), len(arena.slots(0)) // 2)
@@ -246,13 +259,13 @@ def test_any_batches_of_any_sizes_come_back(
         hash_lo=ids,
         tokens=np.ones((len(slots), block_tokens), np.uint32),
         length=block_bytes,
-        namespace=1,
+        digest=bytes(range(16)),
     )
     assert disk.write(0, np.array(slots, np.uint32), arena, here).written.all()
     back = here + np.uint32(width)
     assert disk.read(0, np.array(slots, np.uint32), ids, arena, back).ok.all()
     np.testing.assert_array_equal(arena.payload(0)[back], payload)
-    assert [slot for slot, _ in disk.scan(0)] == sorted(slots)
+    assert scanned(disk, 0) == dict(zip(sorted(slots), ids[np.argsort(slots)], strict=True))
     disk.close()
     arena.close()
 
@@ -277,7 +290,7 @@ def test_rotten_blocks_are_never_written(
     assert result.written.tolist() == [True, False, True]
     assert result.error is None
     assert result.sum_hi[1] == result.sum_lo[1] == 0
-    assert [slot for slot, _ in disk.scan(POOL)] == [0, 2]
+    assert scanned(disk) == {0: 1, 2: 3}
 
 
 def test_another_block_in_the_slot_is_not_served(
@@ -316,7 +329,7 @@ def damaged_block(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     directory = tmp_path_factory.mktemp("damage")
     arena = Arena.open(ArenaFiles(directory), "device", 1 << 20, bytes(16), "boot")
     arena.add_pool(POOL, BLOCK_BYTES, BLOCK_TOKENS)
-    disk = DiskTier(str(directory / "data"), 40 * SLOT_BYTES, 16 * SLOT_BYTES, RealStorage())
+    disk = DiskTier(str(directory / "data"), 40 * SLOT_BYTES, 16 * SLOT_BYTES, STORE, RealStorage())
     disk.add_pool(POOL, BLOCK_BYTES, BLOCK_TOKENS)
     payload = np.random.default_rng(5).integers(0, 256, (3, BLOCK_BYTES), np.uint8)
     arena.payload(POOL)[:3] = payload
@@ -327,10 +340,10 @@ def damaged_block(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         hash_lo=2,
         tokens=np.zeros((3, BLOCK_TOKENS), np.uint32),
         length=BLOCK_BYTES,
-        namespace=1,
+        digest=bytes(range(16)),
     )
     assert disk.write(POOL, u32(0, 1, 2), arena, u32(0, 1, 2)).written.all()
-    yield arena, disk, directory / "data" / "03-00000000.seg"
+    yield arena, disk, directory / "data" / "5000x16-00000000.seg"
     disk.close()
     arena.close()
 
@@ -342,7 +355,7 @@ def test_a_truncated_segment_costs_only_what_is_gone(
     disk = open_disk()
     put_blocks(arena, POOL, [0, 1], [1, 2])
     disk.write(POOL, u32(0, 1), arena, u32(0, 1))
-    os.truncate(data / "03-00000000.seg", kept_bytes)
+    os.truncate(data / "5000x16-00000000.seg", kept_bytes)
     good = disk.read(POOL, u32(0, 1, 2), u64(1, 2, 3), arena, u32(4, 5, 6)).ok
     assert good.tolist() == [kept_bytes >= SLOT_BYTES, False, False]
     # Not even where the missing bytes happen to be in memory already.
@@ -351,7 +364,7 @@ def test_a_truncated_segment_costs_only_what_is_gone(
     assert disk.read_errors == 0
     again = open_disk()
     assert again.write(POOL, u32(1), arena, u32(1)).written.all()
-    assert (data / "03-00000000.seg").stat().st_size == 16 * SLOT_BYTES
+    assert (data / "5000x16-00000000.seg").stat().st_size == 16 * SLOT_BYTES
     assert again.read(POOL, u32(1), u64(2), arena, u32(5)).ok.all()
 
 
@@ -372,7 +385,7 @@ def test_a_bad_sector_costs_one_block_of_a_batch(
     result = disk.read(POOL, u32(0, 1, 2), u64(1, 2, 3), arena, u32(4, 5, 6))
     assert result.ok.tolist() == [True, False, True]
     assert isinstance(result.error, TierFailed)
-    assert "03-00000000.seg: [Errno 5] bad sector" in result.error.message
+    assert "5000x16-00000000.seg: [Errno 5] bad sector" in result.error.message
     assert disk.read_errors == 2  # the batch, then the block alone
     assert verify_blocks(arena, POOL, u32(4, 6), u64(1, 3)).all()
     storage.refuse_offset = None
@@ -395,7 +408,7 @@ def test_a_full_file_system_is_reported_and_earlier_blocks_stay_readable(
     assert "lower disk.bytes" in result.error.message
     assert result.written.tolist() == [True, False, True]
     assert result.intact.all()
-    assert os.listdir(mounted / "data") == ["03-00000000.seg"]
+    assert os.listdir(mounted / "data") == ["5000x16-00000000.seg"]
     assert disk.read(POOL, u32(0, 1), u64(1, 3), arena, u32(4, 5)).ok.all()
     assert disk.write(POOL, u32(2), arena, u32(1)).written.all()
 
@@ -424,7 +437,7 @@ def test_a_failed_write_is_a_typed_error_and_can_be_tried_again(
 
 def test_a_directory_that_cannot_be_made_is_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises(TierFailed, match="cannot make the directory"):
-        DiskTier(str(tmp_path / "missing" / "data"), 1 << 20, 1 << 20, RealStorage())
+        DiskTier(str(tmp_path / "missing" / "data"), 1 << 20, 1 << 20, STORE, RealStorage())
 
 
 def test_slots_outside_the_pool_are_refused(arena: Arena, open_disk: OpenDisk) -> None:
@@ -529,16 +542,60 @@ def test_headers_and_scan_read_entries_without_payload(
     disk = open_disk()
     put_blocks(arena, POOL, [0, 1, 2], [1, 2, 3])
     disk.write(POOL, u32(35, 1, 17), arena, u32(0, 1, 2))
-    with (data / "03-00000001.seg").open("r+b") as file:
+    with (data / "5000x16-00000001.seg").open("r+b") as file:
         file.seek(SLOT_BYTES + 40)
         file.write(b"\xff")
     entries, ok = disk.headers(POOL, u32(35, 17, 2, 1))
     assert ok.tolist() == [True, False, False, True]
     assert entries["id"].tolist() == [1, 0, 0, 2]
     np.testing.assert_array_equal(entries["tokens"][0], arena.table(POOL)["tokens"][0])
-    found = list(disk.scan(POOL))
-    assert [slot for slot, _ in found] == [1, 35]
-    assert [int(entry["id"]) for _, entry in found] == [2, 1]
+    assert scanned(disk) == {1: 2, 35: 1}
+    scans = list(disk.scan(POOL))
+    assert [scan.looked_at for scan in scans] == [16, 16, 8]
+    assert sum(scan.looked_at for scan in scans) == disk.present_slots(POOL)
+    assert [scan.damaged for scan in scans] == [0, 1, 0]
+
+
+def test_a_bad_sector_costs_a_scan_one_slot(
+    arena: Arena, open_disk: OpenDisk, storage: FaultyStorage, put_blocks: Any
+) -> None:
+    disk = open_disk()
+    put_blocks(arena, POOL, [0, 1, 2], [1, 2, 3])
+    disk.write(POOL, u32(0, 1, 2), arena, u32(0, 1, 2))
+    storage.refuse_offset = SLOT_BYTES + 10
+    assert [scan.damaged for scan in disk.scan(POOL)] == [1]
+    assert scanned(disk) == {0: 1, 2: 3}
+
+
+def test_slots_of_another_store_are_as_good_as_empty(
+    arena: Arena, open_disk: OpenDisk, put_blocks: Any
+) -> None:
+    put_blocks(arena, POOL, [0, 1], [1, 2])
+    open_disk().write(POOL, u32(0, 1), arena, u32(0, 1))
+    other = open_disk(store=bytes(16))
+    assert not other.read(POOL, u32(0), u64(1), arena, u32(5)).ok.any()
+    assert scanned(other) == {}
+    assert other.write(POOL, u32(0), arena, u32(0)).written.all()
+    assert scanned(other) == {0: 1}
+
+
+def test_the_segments_say_of_which_geometry_their_blocks_are(
+    open_arena: Callable[..., Arena], open_disk: OpenDisk, data: Path, put_blocks: Any
+) -> None:
+    disk, arena = open_disk(), open_arena()
+    shapes = [PoolShape(100, 15), PoolShape(100, 16), PoolShape(5000, 16)]
+    for pool, shape in enumerate(shapes):
+        for tier in (arena, disk):
+            tier.add_pool(10 + pool, shape.block_bytes, shape.block_tokens)
+        put_blocks(arena, 10 + pool, [0], [pool + 1])
+        assert disk.write(10 + pool, u32(0), arena, u32(0)).written.all()
+    (data / "0x16-00000000.seg").touch()
+    (data / "100x17-1.seg").touch()
+    again = open_disk()
+    assert again.shapes() == shapes
+    for pool, shape in enumerate(shapes[:2]):
+        again.add_pool(20 + pool, shape.block_bytes, shape.block_tokens)
+        assert scanned(again, 20 + pool) == {0: pool + 1}
 
 
 def test_threads_write_and_read_at_the_same_time(

@@ -29,7 +29,7 @@ def some_entries(count: int, block_tokens: int) -> np.ndarray:
         hash_lo=8,
         tokens=tokens,
         length=4096,
-        namespace=3,
+        digest=bytes(range(16)),
     )
 
 
@@ -45,8 +45,10 @@ def test_entries_have_the_documented_bytes() -> None:
     assert data[:8] == (1).to_bytes(8, "little")
     assert data[16:24] == (7).to_bytes(8, "little")
     assert data[56:60] == (4096).to_bytes(4, "little")
-    assert data[64:72] == bytes(4) + (1).to_bytes(4, "little")
-    assert data[72:] == xxhash.xxh3_64_intdigest(data[:72]).to_bytes(8, "little")
+    assert data[60:64] == (2).to_bytes(4, "little")
+    assert data[64:80] == bytes(range(16))
+    assert data[80:88] == bytes(4) + (1).to_bytes(4, "little")
+    assert data[88:] == xxhash.xxh3_64_intdigest(data[:88]).to_bytes(8, "little")
 
 
 def test_made_entries_match_their_checks_and_empty_ones_do_not() -> None:

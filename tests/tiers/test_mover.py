@@ -41,7 +41,10 @@ def test_what_the_disk_refuses_to_read_is_not_called_damaged(
     open_arena: Callable[..., Arena], put_blocks: Any, tmp_path: Path
 ) -> None:
     storage = RefusingStorage()
-    arena, disk = open_arena(), DiskTier(str(tmp_path / "data"), 1 << 20, 1 << 20, storage)
+    arena, disk = (
+        open_arena(),
+        DiskTier(str(tmp_path / "data"), 1 << 20, 1 << 20, bytes(16), storage),
+    )
     for tier in (arena, disk):
         tier.add_pool(POOL, BLOCK_BYTES, BLOCK_TOKENS)
     payload = put_blocks(arena, POOL, [0, 1], [1, 2])

@@ -288,8 +288,12 @@ def test_salvage_keeps_what_the_quarantine_holds(log, make_records):
 
 
 @pytest.mark.parametrize("mode", ["kill", "power"])
-def test_a_crash_within_salvage_leaves_a_log_that_follows_on_the_checkpoint(long, new_log, mode):
-    long.flip(long.segments()[1], HEADER)
+@pytest.mark.parametrize("is_corrupt", [True, False])
+def test_a_crash_within_salvage_leaves_a_log_that_follows_on_the_checkpoint(
+    long, new_log, mode, is_corrupt
+):
+    if is_corrupt:
+        long.flip(long.segments()[1], HEADER)
     reader = long.reader()
     list(reader.frames())
     resume_lsn = reader.resume_lsn
@@ -316,11 +320,14 @@ def test_a_crash_within_salvage_leaves_a_log_that_follows_on_the_checkpoint(long
     assert 0 < salvaged_without_crash < 29
 
 
-def test_only_a_corrupt_log_is_salvaged(filled):
-    reader = filled.reader()
-    list(reader.frames())
-    with pytest.raises(WalMisuse):
-        reader.salvage(2, "/store/quarantine")
+def test_a_sound_log_without_its_checkpoint_can_be_salvaged(filled):
+    old = filled.segments()
+    reader = filled.reader(after_lsn=None)
+    frames = list(reader.frames())
+    reader.salvage(2, "/store/quarantine", 8192)
+    assert filled.storage.listdir("/store/quarantine") == [path.split("/")[-1] for path in old]
+    _, end = filled.read(frames[-1].last_lsn)
+    assert (end.kind, end.lsn) == (EndKind.CLEAN, frames[-1].last_lsn)
 
 
 # --- failing I/O ---------------------------------------------------------------------------------

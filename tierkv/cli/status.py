@@ -167,7 +167,7 @@ def _facts(document: StatusDocument) -> list[tuple[str, str]]:
     recovered = (
         f"{recovery.blocks:,} blocks kept, {recovery.dropped_blocks:,} lost, "
         f"{recovery.records:,} records in {about_duration(recovery.duration_s)}"
-    )
+    ) + (", the index was lost and made anew" if recovery.rebuilt else "")
     adopted = ", ".join(
         f"{tier} {about_bytes(size)}" for tier, size in recovery.adopted_bytes.items() if size
     )

@@ -27,6 +27,7 @@ INVARIANTS = {
     10: "every sequence belongs to an open lease",
     11: "a sequence holds a block at most once",
     12: "an unsealed block belongs to no index and has no hash twin",
+    13: "a sequence holds blocks, never a free row",
 }
 
 
@@ -104,6 +105,8 @@ def _check_sequences(state: State) -> list[tuple[int, str]]:
             broken.append((10, f"sequence {identity:#x}"))
         if len(np.unique(rows)) != len(rows):
             broken.append((11, f"sequence {identity:#x}"))
+        if (blocks.id[rows] == 0).any():
+            broken.append((13, f"sequence {identity:#x}"))
         refs.update(rows.tolist())
         if not sequence.suspended:
             active.update(rows.tolist())

@@ -201,7 +201,7 @@ class Sealer:
         """Write slot entries. They must be there before the log says the slot holds the block."""
         ids = self._state.blocks.id[rows]
         entries = BlockEntries(
-            sequence.namespace,
+            self._state.namespaces[sequence.namespace].digest,
             ids,
             parents,
             chain.hi,

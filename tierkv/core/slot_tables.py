@@ -12,10 +12,11 @@ from tierkv.core.ids import I64, U32, U64, Tier
 class BlockEntries:
     """Identity of sealed blocks, one row each: what a slot's entry holds beside its payload.
 
-    All u64 [n], but ``tokens`` u32 [n, block_tokens]. ``extras``: digests of the extra keys.
+    All u64 [n], but ``tokens`` u32 [n, block_tokens] and ``digest``, the 16 bytes of the namespace
+    of all of them. ``extras``: digests of the extra keys.
     """
 
-    namespace: int
+    digest: bytes
     ids: U64
     parents: U64
     hash_hi: U64

@@ -79,6 +79,7 @@ class RecoveredTier(msgspec.Struct, kw_only=True):
 class RecoveryStatus(msgspec.Struct, kw_only=True):
     """What the start found: records replayed, blocks kept, blocks that no tier had any more.
 
+    ``rebuilt``: why the index was lost and had to be made anew from the slots; empty if not.
     ``adopted_bytes``: memory of each RAM tier that outlived the last daemon; 0 = made anew.
     """
 
@@ -86,6 +87,7 @@ class RecoveryStatus(msgspec.Struct, kw_only=True):
     records: int = 0
     blocks: int = 0
     dropped_blocks: int = 0
+    rebuilt: str = ""
     tiers: dict[str, RecoveredTier] = {}
     adopted_bytes: dict[str, int] = {}
 

@@ -291,6 +291,13 @@ _RECOVERY = (
         read=_value(lambda counters, status: status.recovery.records),
     ),
     Declared(
+        "tierkv_recovery_index_rebuilt",
+        Type.GAUGE,
+        "1 if this daemon's start found the index lost and made it anew from the slots, else 0.",
+        "Look for the cause: the log line, and the store's quarantine.",
+        read=_value(lambda counters, status: bool(status.recovery.rebuilt)),
+    ),
+    Declared(
         "tierkv_recovery_blocks",
         Type.GAUGE,
         "Copies of blocks found again (kept) or lost (dropped) at this daemon's start.",

@@ -321,6 +321,7 @@ class _Daemon:
                 "recovery_s": round(report.duration_s, 3),
                 "records": report.records,
                 "wal_end": report.wal_end,
+                "index_rebuilt": bool(report.rebuilt),
                 "leases_waiting": report.leases_kept,
                 "device_bytes": self._config.device.bytes,
                 "host_bytes": self._config.host.bytes,

@@ -6,7 +6,8 @@
 4. The result becomes the new checkpoint before anything is served; then the log goes on in a new
    segment. Until that checkpoint nothing old is changed, so dying here is just another crash.
 
-Damage is moved to quarantine, counted and said; what remains sound is kept.
+Damage is moved to quarantine, counted and said; what remains sound is kept. An index that is lost,
+damaged or contradicted by the log is made anew from what the slots say of themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace
-from tierkv_wal import EndKind, Storage, WalError, WalReader, WalVersion, WalWriter
+from tierkv_wal import EndKind, WalError, WalReader, WalVersion, WalWriter
 
 from tierkv.config.schema import Config
 from tierkv.core.ids import I64, RAM_TIERS, Bool, Tier
@@ -29,6 +30,7 @@ from tierkv.core.restart_order import restart_order
 from tierkv.core.state import Sequence, State
 from tierkv.errors import ConfigError, CorruptionError, InvariantViolation
 from tierkv.service.machine import CheckpointIndex, Machine, RealMachine
+from tierkv.service.rebuild import FoundCopies, LastWords, read_arena, read_disk, rebuild
 from tierkv.service.snapshot import index_changes, restore
 from tierkv.service.store import StateDirectory, StoreFormat, new_store
 from tierkv.tiers.arena import Arena
@@ -42,6 +44,8 @@ log = logging.getLogger(__name__)
 BLOCK_IDS_PER_EPOCH = 2**40
 """Room for the ids of one daemon's life, so that those of the next are above them, known or not."""
 
+LOG_SUFFIX = ".wal"
+
 
 @dataclass
 class TierReport:
@@ -53,7 +57,10 @@ class TierReport:
 
 @dataclass
 class RecoveryReport:
-    """What a start found. ``blocks``: in the state now; ``dropped_blocks``: no copy was left."""
+    """What a start found. ``blocks``: in the state now; ``dropped_blocks``: no copy was left.
+
+    ``rebuilt`` says why the index had to be made anew from slot entries, if it had to.
+    """
 
     duration_s: float = 0.0
     records: int = 0
@@ -62,6 +69,7 @@ class RecoveryReport:
     leases_kept: int = 0
     leases_closed: int = 0
     wal_end: str = "clean"
+    rebuilt: str = ""
     quarantined: list[str] = field(default_factory=list)
     tiers: dict[Tier, TierReport] = field(
         default_factory=lambda: {tier: TierReport() for tier in Tier}
@@ -100,61 +108,86 @@ def budgets_of(config: Config) -> dict[Tier, int]:
     }
 
 
+CheckCopies = Callable[[State, DiskTier, int, I64], Bool]
+"""``check(state, disk, pool, rows)``: which of the rows' copies on disk are sound, shape [n]."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a store is recovered.
+
+    ``is_new``: its FORMAT was made just now. ``progress`` is told what goes on.
+    """
+
+    config: Config
+    directory: StateDirectory
+    stored: StoreFormat
+    is_new: bool
+    machine: Machine
+    progress: Callable[[str], None]
+
+    def open_index(self) -> CheckpointIndex:
+        """Open or make the index. Raises CorruptionError, TierFailed."""
+        return self.machine.open_index(self.directory.index, self.config.index.map_bytes)
+
+    def open_log(self, after_lsn: int | None) -> WalReader:
+        """A reader of the log behind ``after_lsn``; None: of all there is."""
+        path, uuid = str(self.directory.wal), self.stored.store_uuid
+        return WalReader(self.machine.storage, path, uuid, after_lsn)
+
+    def open_disk(self) -> DiskTier | None:
+        """The disk tier, without pools, or None if there is none. Raises TierFull, TierFailed."""
+        disk, stored = self.config.disk, self.stored
+        if not disk.bytes:
+            return None
+        storage = self.machine.storage
+        return DiskTier(disk.dir, disk.bytes, stored.disk_segment_bytes, stored.store_uuid, storage)
+
+    def open_arena(self, tier: Tier) -> Arena:
+        """A RAM tier's arena, without pools. Raises TierFull, TierFailed."""
+        folder, uuid = Path(self.config.arena.dir), self.stored.store_uuid
+        return self.machine.open_arena(folder, tier.label, budgets_of(self.config)[tier], uuid)
+
+
 def recover(
     config: Config,
     directory: StateDirectory,
     progress: Callable[[str], None],
     machine: Machine | None = None,
+    check_disk: CheckCopies | None = None,
 ) -> Recovered:
     """Recover the store in ``directory``, or make a new one.
 
-    ``machine``: where everything lies; None for the real one.
+    ``machine``: where everything lies; None for the real one. ``check_disk``: looks at all copies
+    on disk, and those that are not sound are dropped; None to find out when they are read.
 
     Raises OSError if something cannot be read (which is no reason to forget it), ConfigError,
     TierFull, TierFailed.
     """
     started = time.monotonic()
-    machine = machine or RealMachine()
+    site = open_site(config, directory, progress, machine or RealMachine())
     report = RecoveryReport()
-    stored = _open_format(config, directory)
     try:
-        recovered = _recover_once(config, directory, stored, report, progress, machine)
+        try:
+            recovered = _recover_by(load, site, report, check_disk)
+        except WalVersion:
+            raise
+        except (CorruptionError, InvariantViolation, WalError) as error:
+            log.error("the index is of no use, making it anew from what the slots say: %s", error)
+            report = RecoveryReport(wal_end="set aside", rebuilt=str(error))
+            moved = directory.set_aside(directory.index)
+            report.quarantined += [str(moved)] if moved else []
+            recovered = _recover_by(rescue, site, report, check_disk)
     except WalVersion as error:
         # Not damage: forgetting it would throw away what the newer version can read.
         raise ConfigError(f"the log was written by a newer tierkv: {error}") from error
-    except (CorruptionError, InvariantViolation, WalError) as error:
-        log.error("the store contradicts itself, starting with an empty cache: %s", error)
-        report = RecoveryReport(wal_end="set aside")
-        for path in (directory.index, directory.wal):
-            moved = directory.set_aside(path)
-            report.quarantined += [str(moved)] if moved else []
-        directory.make_folders()
-        stored = _fresh_format(config)
-        directory.write_format(stored)
-        recovered = _recover_once(config, directory, stored, report, progress, machine)
     report.duration_s = time.monotonic() - started
     return recovered
 
 
-def _recover_once(
-    config: Config,
-    directory: StateDirectory,
-    stored: StoreFormat,
-    report: RecoveryReport,
-    progress: Callable[[str], None],
-    machine: Machine,
-) -> Recovered:
-    index = machine.open_index(directory.index, config.index.map_bytes)
-    try:
-        return _rebuild(config, directory, stored, index, report, progress, machine)
-    except BaseException:
-        index.close()
-        raise
-
-
 @dataclass
 class Loaded:
-    """What index and log say, before anything is changed. ``reader`` was read to its end."""
+    """What outlived the daemon, before anything is changed. ``reader`` was read to its end."""
 
     state: State
     specs: dict[int, bytes]
@@ -162,75 +195,149 @@ class Loaded:
     records: int
     complete: bool
     """Whether the log held all that workers were told: it is not corrupt, nor was it behind."""
+    is_rebuilt: bool = False
+    """Whether the state comes from the slots. Then no later recovery can need the log."""
 
 
-def load(
-    config: Config,
-    directory: StateDirectory,
-    stored: StoreFormat,
-    index: CheckpointIndex,
-    progress: Callable[[str], None],
-    storage: Storage,
-) -> Loaded:
+def load(site: Site, index: CheckpointIndex) -> Loaded:
     """Read the last checkpoint and replay the log behind it. Changes nothing on disk.
 
-    Raises CorruptionError, InvariantViolation, WalError if they contradict themselves or each
-    other, OSError if something cannot be read.
+    Raises CorruptionError, InvariantViolation, WalError if they are lost, or contradict themselves
+    or each other, OSError if something cannot be read.
     """
-    progress("reading the index")
+    site.progress("reading the index")
     contents = index.load()
     if contents.bad_rows:
         raise CorruptionError(
             f"{contents.bad_rows} entries of the index fail their checksum",
-            path=str(directory.index),
+            path=str(site.directory.index),
             offset=0,
         )
-    budgets = budgets_of(config)
+    if "checkpoint_lsn" not in contents.meta:
+        _require_new(site)
+    budgets = budgets_of(site.config)
     old = {tier: int(contents.meta.get(f"{tier.label}_bytes", budgets[tier])) for tier in Tier}
     state = State({tier: max(old[tier], budgets[tier]) for tier in Tier}, slot_bytes)
     specs = restore(state, contents)
-    after_lsn = int(contents.meta.get("checkpoint_lsn", 0))
-    reader = WalReader(storage, str(directory.wal), stored.store_uuid, after_lsn)
+    reader = site.open_log(int(contents.meta.get("checkpoint_lsn", 0)))
     records = 0
     for frame in reader.frames():
         state.apply(frame.records.view(RECORD).reshape(-1))
         records += len(frame.records)
-        progress(f"replaying the log, {records} records")
+        site.progress(f"replaying the log, {records} records")
+    if reader.begins_late:
+        raise CorruptionError(
+            f"the index {site.directory.index} is older than the log behind it",
+            path=str(site.directory.index),
+            offset=0,
+        )
     check_invariants(state)
     behind = bool(contents.meta.get("replies_ahead", 0))
     complete = reader.end.kind is not EndKind.CORRUPT and not behind
     return Loaded(state, specs, reader, records, complete)
 
 
-def _rebuild(
-    config: Config,
-    directory: StateDirectory,
-    stored: StoreFormat,
+def _require_new(site: Site) -> None:
+    """Raise CorruptionError if a store without a checkpoint has been in use."""
+    storage, directory = site.machine.storage, site.directory
+    if site.is_new:
+        return
+    used = any(name.endswith(LOG_SUFFIX) for name in storage.listdir(str(directory.wal)))
+    disk = site.open_disk()
+    if disk is not None:
+        used |= bool(disk.shapes())
+        disk.close()
+    if used:
+        raise CorruptionError(
+            f"the index {directory.index} is empty, though there are log segments or blocks on "
+            "disk: it was lost",
+            path=str(directory.index),
+            offset=0,
+        )
+
+
+def rescue(site: Site, index: CheckpointIndex) -> Loaded:
+    """The state as the slots tell it, for an index that is lost. Changes none of them.
+
+    Of the log, which cannot be replayed without its checkpoint, counts what it calls dropped and
+    which names it has given out. The device tier is left out, as workers may still write there.
+    """
+    words = LastWords()
+    reader = site.open_log(None)
+    for frame in reader.frames():
+        words.hear(frame.records.view(RECORD).reshape(-1))
+    found = FoundCopies()
+    budgets = budgets_of(site.config)
+    if budgets[Tier.HOST]:
+        arena = site.open_arena(Tier.HOST)
+        read_arena(found, arena, Tier.HOST)
+        arena.close()
+    disk = site.open_disk()
+    if disk is not None:
+        read_disk(found, disk, lambda at, of: site.progress(f"reading slot headers, {at} of {of}"))
+        disk.close()
+    rebuilt = rebuild(found.all(), found.shapes, words)
+    state = State(budgets, slot_bytes)
+    for records in rebuilt.records:
+        state.apply(records)
+    log.warning(
+        "made the index anew: %d blocks; left out %d copies that the log calls dropped, %d of "
+        "blocks that have a younger twin or lack their beginning, %d damaged slots",
+        rebuilt.blocks,
+        rebuilt.dropped,
+        rebuilt.stale,
+        found.damaged,
+    )
+    state.next_lease = words.next_lease
+    state.next_block = max(state.next_block, words.next_block)
+    state.epoch = max(words.epoch, (state.next_block - 1) // BLOCK_IDS_PER_EPOCH)
+    return Loaded(state, {}, reader, 0, complete=False, is_rebuilt=True)
+
+
+def _recover_by(
+    find: Callable[[Site, CheckpointIndex], Loaded],
+    site: Site,
+    report: RecoveryReport,
+    check_disk: CheckCopies | None,
+) -> Recovered:
+    index = site.open_index()
+    try:
+        return _go_on(find(site, index), site, index, report, check_disk)
+    except BaseException:
+        index.close()
+        raise
+
+
+def _go_on(
+    loaded: Loaded,
+    site: Site,
     index: CheckpointIndex,
     report: RecoveryReport,
-    progress: Callable[[str], None],
-    machine: Machine,
+    check_disk: CheckCopies | None,
 ) -> Recovered:
-    loaded = load(config, directory, stored, index, progress, machine.storage)
-    state, reader = loaded.state, loaded.reader
+    """From what was found to what can serve, with a new checkpoint and a new log segment."""
+    state, reader, config = loaded.state, loaded.reader, site.config
     report.records = loaded.records
     if reader.end.kind is not EndKind.CLEAN:
-        report.wal_end = reader.end.kind.value
         log.warning("the log ends %s: %s", reader.end.kind.value, reader.end.reason)
+        if not loaded.is_rebuilt:
+            report.wal_end = reader.end.kind.value
     budgets = budgets_of(config)
     before = len(state.live_rows())
     if not loaded.complete and state.leases:
         log.warning("the log lacks some of what workers were told: their leases end")
-    arenas = _open_arenas(config, stored, state, machine, keep_device=loaded.complete)
-    _undo(state, budgets, arenas, report, machine)
+    arenas = _open_arenas(site, state, keep_device=loaded.complete)
+    disk = open_disk(site, state)
+    if disk is not None and check_disk is not None:
+        _drop_damaged(state, disk, budgets, check_disk)
+    _undo(state, budgets, arenas, report, site.machine)
     _reopen(state, arenas)
     state.resize(budgets)
     state.reindex()
     check_invariants(state)
     report.blocks = len(state.live_rows())
     report.dropped_blocks = before - report.blocks
-    disk = open_disk(config, stored, state, machine.storage)
-    progress("writing the checkpoint")
+    site.progress("writing the checkpoint")
     state.epoch = max(state.epoch, reader.epoch) + 1
     # Ids of lost records may lie in slots: no later block may be taken for such a one.
     state.next_block = max(state.next_block, state.epoch * BLOCK_IDS_PER_EPOCH)
@@ -238,9 +345,9 @@ def _rebuild(
     meta = {"checkpoint_lsn": lsn, "replies_ahead": int(config.wal.durability == "none")}
     index.commit(index_changes(state, state.take_changes(), loaded.specs, meta))
     segment_bytes = config.wal.segment_bytes
-    if reader.end.kind is EndKind.CORRUPT:
-        writer = reader.salvage(state.epoch, str(directory.quarantine), segment_bytes)
+    if reader.end.kind is EndKind.CORRUPT or loaded.is_rebuilt:
         report.quarantined.append(reader.end.path)
+        writer = reader.salvage(state.epoch, str(site.directory.quarantine), segment_bytes)
     else:
         writer = reader.writer(state.epoch, segment_bytes)
     try:
@@ -248,6 +355,18 @@ def _rebuild(
     except OSError as error:
         log.warning("cannot remove old log segments: %s", error)
     return Recovered(state, loaded.specs, index, writer, arenas, disk, lsn, report)
+
+
+def open_site(
+    config: Config,
+    directory: StateDirectory,
+    progress: Callable[[str], None],
+    machine: Machine,
+) -> Site:
+    """Read or make the store's FORMAT. Raises CorruptionError, ConfigError, OSError."""
+    is_new = directory.read_format() is None
+    stored = _open_format(config, directory)
+    return Site(config, directory, stored, is_new, machine, progress)
 
 
 def _open_format(config: Config, directory: StateDirectory) -> StoreFormat:
@@ -281,41 +400,44 @@ def _fresh_format(config: Config) -> StoreFormat:
     )
 
 
-def _open_arenas(
-    config: Config, stored: StoreFormat, state: State, machine: Machine, *, keep_device: bool
-) -> dict[Tier, Arena]:
+def _open_arenas(site: Site, state: State, *, keep_device: bool) -> dict[Tier, Arena]:
     """The RAM tiers' arenas, those of the last daemon where they may be trusted.
 
     Without ``keep_device`` the device arena is a new one: workers of the last daemon may still
     write into slots of theirs that the log knows nothing of.
     """
     arenas: dict[Tier, Arena] = {}
-    directory = Path(config.arena.dir)
-    budgets = budgets_of(config)
+    budgets = budgets_of(site.config)
     for tier in RAM_TIERS:
         if not budgets[tier] or (tier is Tier.DEVICE and not keep_device):
-            machine.forget_arena(directory, tier.label)
+            site.machine.forget_arena(Path(site.config.arena.dir), tier.label)
         if budgets[tier]:
-            arenas[tier] = machine.open_arena(
-                directory, tier.label, budgets[tier], stored.store_uuid
-            )
+            arenas[tier] = site.open_arena(tier)
             for pool, shape in enumerate(state.pools):
                 arenas[tier].add_pool(pool, shape.block_bytes, shape.block_tokens)
     return arenas
 
 
-def open_disk(
-    config: Config, stored: StoreFormat, state: State, storage: Storage
-) -> DiskTier | None:
-    if not config.disk.bytes:
-        return None
-    disk = DiskTier(config.disk.dir, config.disk.bytes, stored.disk_segment_bytes, storage)
-    for pool, shape in enumerate(state.pools):
-        disk.add_pool(pool, shape.block_bytes, shape.block_tokens)
+def open_disk(site: Site, state: State) -> DiskTier | None:
+    """The disk tier with the state's pools, or None. Raises TierFull, TierFailed."""
+    disk = site.open_disk()
+    if disk is not None:
+        for pool, shape in enumerate(state.pools):
+            disk.add_pool(pool, shape.block_bytes, shape.block_tokens)
     return disk
 
 
 # --- undo: what must not survive ------------------------------------------------------------------
+
+
+def _drop_damaged(
+    state: State, disk: DiskTier, budgets: dict[Tier, int], check_disk: CheckCopies
+) -> None:
+    """Drop copies on disk that are not sound. Their slots are free again: a rewrite heals them."""
+    for pool, members in list(state.by_pool(state.rows_in(Tier.DISK))):
+        slots = state.blocks.slot[Tier.DISK][members].astype(np.int64)
+        there = members[slots < budgets[Tier.DISK] // state.slot_bytes(Tier.DISK, pool)]
+        _drop_copies(state, Tier.DISK, there[~check_disk(state, disk, pool, there)])
 
 
 def _undo(

@@ -118,6 +118,7 @@ def _recovery(report: RecoveryReport, arenas: Mapping[Tier, Arena]) -> RecoveryS
     }
     return RecoveryStatus(
         duration_s=report.duration_s,
+        rebuilt=report.rebuilt,
         records=report.records,
         blocks=report.blocks,
         dropped_blocks=report.dropped_blocks,

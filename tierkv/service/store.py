@@ -21,7 +21,7 @@ from tierkv_wal import RealStorage, Storage
 
 from tierkv.errors import ConfigError, CorruptionError, NotReady
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FORMAT_NAME = "FORMAT"
 
 
@@ -165,7 +165,7 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
 def read_format(state_dir: Path, storage: Storage | None = None) -> StoreFormat | None:
     """What a store's FORMAT file says, None where there is none.
 
-    Raises CorruptionError if it is damaged, ConfigError if a newer tierkv made it.
+    Raises CorruptionError if it is damaged, ConfigError if another version made it.
     """
     path = state_dir / FORMAT_NAME
     storage = storage or RealStorage()
@@ -184,10 +184,11 @@ def read_format(state_dir: Path, storage: Storage | None = None) -> StoreFormat 
             offset=0,
         )
     version = msgspec.json.decode(body, type=_Version).version
-    if version > FORMAT_VERSION:
+    if version != FORMAT_VERSION:
+        which = "newer" if version > FORMAT_VERSION else "older"
         raise ConfigError(
             f"{path} is of format {version}, this tierkv knows {FORMAT_VERSION}: "
-            "use the newer version, or move the directory aside"
+            f"use the {which} version, or move the directory aside to start with an empty cache"
         )
     return msgspec.json.decode(body, type=StoreFormat)
 

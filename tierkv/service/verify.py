@@ -1,4 +1,4 @@
-"""Checks a stopped store: format, index, log, invariants, and every slot on disk."""
+"""Checks a stopped store, and repairs it: format, index, log, invariants, every slot on disk."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from tierkv_wal import EndKind, WalError
 
 from tierkv.config.schema import Config
-from tierkv.core.ids import I64, Tier
+from tierkv.core.ids import I64, Bool, Tier
 from tierkv.core.spec import slot_stride
 from tierkv.core.state import State
 from tierkv.errors import CorruptionError, InvariantViolation
 from tierkv.service.machine import Machine, RealMachine
-from tierkv.service.recovery import load, open_disk
+from tierkv.service.recovery import Site, load, open_disk, recover
 from tierkv.service.store import StateDirectory
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.arena_files import ArenaFiles
@@ -24,10 +24,16 @@ from tierkv.tiers.disk import DiskTier
 
 BATCH = 64
 
+Progress = Callable[[str, int, int], None]
+"""``progress(what, done, all)``; ``all`` is 0 where nobody knows how much there is."""
+
 
 @dataclass
 class VerifyReport:
-    """What was looked at and what is wrong. ``findings`` is empty for a sound store."""
+    """What was looked at and what was wrong. ``findings`` is empty for a sound store.
+
+    ``repaired``: what was found is no more; ``blocks`` and ``sequences`` are those that are left.
+    """
 
     blocks: int = 0
     sequences: int = 0
@@ -35,100 +41,160 @@ class VerifyReport:
     wal_end: str = "clean"
     slots_checked: int = 0
     slots_damaged: int = 0
+    repaired: bool = False
     findings: list[str] = field(default_factory=list)
 
 
 def verify(
-    config: Config, *, deep: bool, progress: Callable[[int, int], None] = lambda _done, _all: None
+    config: Config,
+    *,
+    deep: bool,
+    repair: bool = False,
+    progress: Progress = lambda _what, _done, _all: None,
 ) -> VerifyReport:
-    """Check the store of a configuration; changes nothing in it.
+    """Check the store of a configuration; changes nothing in it unless told to ``repair``.
 
     ``deep`` reads payloads too and compares their checksums; else only slot headers are read.
-    ``progress(done, all)`` counts slots. Raises NotReady while a daemon holds the store, OSError.
+    ``repair``: if anything is found, do what the next start of the daemon would do (see
+    ``recovery``), and drop the copies on disk that are damaged. Arenas that systemd keeps are not
+    within reach: what lies only in them is forgotten then.
+
+    Raises NotReady while a daemon holds the store, ConfigError, TierFull, TierFailed, OSError.
     """
-    report = VerifyReport()
     path = Path(config.server.state_dir)
     if not path.exists():
-        return report
+        return VerifyReport()
     directory = StateDirectory.open(path)
     try:
-        _verify(config, directory, report, deep, progress, RealMachine())
-    except (CorruptionError, InvariantViolation, WalError) as error:
-        report.findings.append(str(error))
+        report = _report_of(_look, config, directory, progress, deep)
+        if repair and report.findings:
+            report = _report_of(_repair, config, directory, progress, deep)
     finally:
         directory.close()
     return report
 
 
-def _verify(
+def _report_of(
+    work: Callable[[Config, StateDirectory, VerifyReport, SlotChecker, Machine], None],
+    config: Config,
+    directory: StateDirectory,
+    progress: Progress,
+    deep: bool,
+) -> VerifyReport:
+    report = VerifyReport()
+    checker = SlotChecker(report, progress, deep=deep)
+    try:
+        work(config, directory, report, checker, RealMachine())
+    except (CorruptionError, InvariantViolation, WalError) as error:
+        report.findings.append(str(error))
+    return report
+
+
+def _look(
     config: Config,
     directory: StateDirectory,
     report: VerifyReport,
-    deep: bool,
-    progress: Callable[[int, int], None],
+    checker: SlotChecker,
     machine: Machine,
 ) -> None:
     stored = directory.read_format()
     if stored is None:
         return
-    index = machine.open_index(directory.index, config.index.map_bytes)
+    site = Site(config, directory, stored, False, machine, checker.tell)
+    index = site.open_index()
     try:
-        loaded = load(config, directory, stored, index, lambda _what: None, machine.storage)
+        loaded = load(site, index)
     finally:
         index.close()
     state = loaded.state
     report.blocks, report.sequences = len(state.live_rows()), len(state.sequences)
     report.records = loaded.records
-    report.wal_end = loaded.reader.end.kind.value
-    if loaded.reader.end.kind is EndKind.CORRUPT:
-        end = loaded.reader.end
+    end = loaded.reader.end
+    report.wal_end = end.kind.value
+    if end.kind is EndKind.CORRUPT:
         report.findings.append(f"log {end.path} at byte {end.offset}: {end.reason}")
-    disk = open_disk(config, stored, state, machine.storage)
+    disk = open_disk(site, state)
     if disk is None:
         return
     try:
-        _verify_slots(state, disk, report, deep, progress)
+        for pool, rows in state.by_pool(state.rows_in(Tier.DISK)):
+            checker.check(state, disk, pool, rows)
     finally:
         disk.close()
 
 
-def _verify_slots(
-    state: State,
-    disk: DiskTier,
+def _repair(
+    config: Config,
+    directory: StateDirectory,
     report: VerifyReport,
-    deep: bool,
-    progress: Callable[[int, int], None],
+    checker: SlotChecker,
+    machine: Machine,
 ) -> None:
-    rows = state.rows_in(Tier.DISK)
-    for pool, members in state.by_pool(rows):
-        members = members[np.argsort(state.blocks.slot[Tier.DISK][members])]
+    """Let recovery do its work, with a look at every slot.
+
+    Crash: as in any recovery, the store as it was, or repaired.
+    """
+    recovered = recover(config, directory, checker.tell, machine, checker.check)
+    recovered.close()
+    found = recovered.report
+    if found.rebuilt:
+        report.findings.append(f"{found.rebuilt}; the index was made anew from the slots")
+    elif found.wal_end == EndKind.CORRUPT.value:
+        report.findings.append(f"the log was corrupt and lies in {directory.quarantine}")
+    report.blocks, report.sequences = found.blocks, len(recovered.state.sequences)
+    report.records, report.wal_end = found.records, found.wal_end
+    report.repaired = True
+
+
+class SlotChecker:
+    """Looks at copies on disk, and counts them in a report. ``deep``: at their payload as well."""
+
+    def __init__(self, report: VerifyReport, progress: Progress, *, deep: bool) -> None:
+        self._report = report
+        self._progress = progress
+        self._deep = deep
+        self._all = 0
+
+    def tell(self, what: str) -> None:
+        """Pass on what else goes on."""
+        self._progress(what, 0, 0)
+
+    def check(self, state: State, disk: DiskTier, pool: int, rows: I64) -> Bool:
+        """Which of the rows' copies on disk are what the state says, shape [n]."""
+        self._all = max(self._all, len(state.rows_in(Tier.DISK)))
+        shape = state.pools[pool]
+        sound = np.zeros(len(rows), np.bool_)
         with tempfile.TemporaryDirectory(prefix="tierkv-verify-") as scratch:
-            shape = state.pools[pool]
             budget = BATCH * slot_stride(shape.block_bytes)
             arena = Arena.open(ArenaFiles(Path(scratch)), "verify", budget, bytes(16), "")
-            arena.add_pool(pool, shape.block_bytes, shape.block_tokens)
-            for at in range(0, len(members), BATCH):
-                part = members[at : at + BATCH]
-                bad = _damaged(state, disk, arena, pool, part, deep)
-                report.slots_checked += len(part)
-                report.slots_damaged += len(bad)
-                report.findings += [f"disk slot {slot} of pool {pool} is damaged" for slot in bad]
-                progress(report.slots_checked, len(rows))
-            arena.close()
+            try:
+                arena.add_pool(pool, shape.block_bytes, shape.block_tokens)
+                order = np.argsort(state.blocks.slot[Tier.DISK][rows])
+                for at in range(0, len(rows), BATCH):
+                    part = order[at : at + BATCH]
+                    sound[part] = self._check_some(state, disk, arena, pool, rows[part])
+            finally:
+                arena.close()
+        return sound
 
-
-def _damaged(
-    state: State, disk: DiskTier, arena: Arena, pool: int, rows: I64, deep: bool
-) -> list[int]:
-    """Slots that do not hold what the state says."""
-    slots, ids = state.blocks.slot[Tier.DISK][rows], state.blocks.id[rows]
-    if deep:
-        targets = np.arange(len(rows), dtype=np.uint32)
-        good = disk.read(pool, slots, ids, arena, targets).ok
-        entries = arena.table(pool)[targets]
-    else:
-        entries, good = disk.headers(pool, slots)
-        good &= entries["id"] == ids
-    good &= entries["sum_hi"] == state.blocks.sum_hi[rows]
-    good &= entries["sum_lo"] == state.blocks.sum_lo[rows]
-    return [int(slot) for slot in slots[~good]]
+    def _check_some(self, state: State, disk: DiskTier, arena: Arena, pool: int, rows: I64) -> Bool:
+        slots, ids = state.blocks.slot[Tier.DISK][rows], state.blocks.id[rows]
+        if self._deep:
+            targets = np.arange(len(rows), dtype=np.uint32)
+            good = disk.read(pool, slots, ids, arena, targets).ok
+            entries = arena.table(pool)[targets]
+        else:
+            entries, good = disk.headers(pool, slots)
+            good &= entries["id"] == ids
+        good &= entries["sum_hi"] == state.blocks.sum_hi[rows]
+        good &= entries["sum_lo"] == state.blocks.sum_lo[rows]
+        report = self._report
+        report.slots_checked += len(rows)
+        report.slots_damaged += int(np.count_nonzero(~good))
+        shape = state.pools[pool]
+        report.findings += [
+            f"slot {slot} on disk is damaged, of {shape.block_bytes} x {shape.block_tokens}"
+            for slot in slots[~good].tolist()
+        ]
+        self._progress("checking slots on disk", report.slots_checked, self._all)
+        return good

@@ -37,6 +37,7 @@ import xxhash
 
 from tierkv.core.ids import U8, U32
 from tierkv.core.spec import PAGE, slot_stride
+from tierkv.core.state import PoolShape
 from tierkv.errors import (
     ConfigError,
     InvariantViolation,
@@ -54,7 +55,7 @@ REGION_ALIGN = 2 << 20
 IDENTITY_BYTES = 16
 
 _MAGIC = b"TKVARN\x00\x01"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<8sI4x16s16s48sQQ")
 _POOL_RECORD = struct.Struct("<QQQI4x")
 _CHECK = struct.Struct("<Q")
@@ -206,6 +207,15 @@ class Arena:
                 kind = TierFull if error.errno == errno.ENOSPC else TierFailed
                 raise kind(f"cannot add pool {pool} to the {self.name} arena: {error}") from error
             return kept
+
+    def recorded_pools(self) -> dict[int, PoolShape]:
+        """The pools that any process has added so far, with their geometry."""
+        records = {pool: self._recorded(pool) for pool in range(POOLS_MAX)}
+        return {
+            pool: PoolShape(record[0], record[3])
+            for pool, record in records.items()
+            if record is not None
+        }
 
     def slots(self, pool: int) -> U8:
         """The pool's slots, shape [count, stride], sharing memory with the file."""

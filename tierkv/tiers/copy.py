@@ -67,8 +67,9 @@ def verify_blocks(arena: Arena, pool: int, slots: U32, ids: U64) -> Bool:
 
 
 def whole_entries(entries: Entries, block_bytes: int) -> Bool:
-    """Which entries are valid and describe a block of this size, shape [n]."""
+    """Which entries are valid and describe a block of this geometry, shape [n]."""
     whole: Bool = checks_match(entries) & (entries["length"] == block_bytes)
+    whole &= entries["block_tokens"] == entries["tokens"].shape[1]
     return whole
 
 

@@ -4,16 +4,20 @@ A slot is one header and one payload, each rounded up to 4096 bytes, written by 
 
     offset  size   field
     0       8      magic TKVBLK\\0\\1
-    8       4      format version, 1 (little-endian, like all integers)
+    8       4      format version, 2 (little-endian, like all integers)
     12      4      bytes of the entry
-    16      ...    the entry (see ``entry``)
-    ...     ...    zeroes up to a multiple of 4096 (one page unless blocks have over 980 tokens)
+    16      16     uuid of the store
+    32      ...    the entry (see ``entry``)
+    ...     ...    zeroes up to a multiple of 4096 (one page unless blocks have over 994 tokens)
     then    length the payload
     ...     ...    up to a multiple of 4096, without meaning
 
 Every byte of header and payload is checked when a block is read, so a slot needs no other
-protection. Where a slot lies follows from its number, the pool's slot size and ``segment_bytes``:
-a store keeps the ``segment_bytes`` it was made with, or finds none of its blocks again.
+protection. Headers also are what an index is made from when it is lost. So to delete a block for
+good (not merely to evict it) is to blank its header, and to sync that, before saying so.
+
+Where a slot lies follows from its number, the pool's slot size and ``segment_bytes``: a store
+keeps the ``segment_bytes`` it was made with, or finds none of its blocks again.
 
 Threads: any thread may call any method at any time, on different slots; a slot may be read by
 several threads. ``add_pool`` comes before all use of a pool, ``close`` after it.
@@ -34,17 +38,19 @@ import numpy as np
 
 from tierkv.core.ids import I64, U8, U32, U64, Bool
 from tierkv.core.spec import PAGE
+from tierkv.core.state import PoolShape
 from tierkv.errors import InvariantViolation, TierFailed, TierFull, require
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.copy import sum_matches, whole_entries
 from tierkv.tiers.entry import Entries, blank_entries, checksum, entry_dtype, has_sum, set_checks
 from tierkv.tiers.runs import consecutive_runs
-from tierkv.tiers.segments import Segments, tier_error
+from tierkv.tiers.segments import Segments, shapes_present, tier_error
 from tierkv.tiers.storage import BlockStorage
 
 MAGIC = b"TKVBLK\x00\x01"
-FORMAT_VERSION = 1
-PREFIX_BYTES = 16
+FORMAT_VERSION = 2
+PREFIX_BYTES = 32
+STORE_BYTES = 16
 
 MERGE_BYTES_MAX = 8 << 20
 MERGE_SLOTS_MAX = 256  # at three buffers a slot, below the 1024 of one system call
@@ -82,6 +88,20 @@ class ReadResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Scan:
+    """What the headers of some neighbouring slots say.
+
+    ``slots`` (u32 [n], ascending) have sound headers with ``entries`` ([n]). ``damaged`` others of
+    the ``looked_at`` have been written but are not sound, or cannot be read.
+    """
+
+    slots: U32
+    entries: Entries
+    looked_at: int
+    damaged: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Pool:
     block_bytes: int
     block_tokens: int
@@ -108,6 +128,11 @@ class _Pool:
         """Segment and offset of a slot."""
         segment, place = divmod(slot, self.segments.slots_per_segment)
         return segment, place * self.slot_bytes
+
+    def slots_of(self, segment: int) -> range:
+        """The slots of a segment."""
+        first = segment * self.segments.slots_per_segment
+        return range(first, min(first + self.segments.slots_per_segment, self.slot_count))
 
     def pack(self, entries: Entries) -> U8:
         """Header pages for entries, shape [n, header_bytes]."""
@@ -136,13 +161,24 @@ class DiskTier:
     """
 
     def __init__(
-        self, directory: str, budget_bytes: int, segment_bytes: int, storage: BlockStorage
+        self,
+        directory: str,
+        budget_bytes: int,
+        segment_bytes: int,
+        store: bytes,
+        storage: BlockStorage,
     ) -> None:
-        """Make the directory (an absolute path) if need be. Raises TierFull or TierFailed."""
+        """Make the directory (an absolute path) if need be.
+
+        Slots that another ``store`` (uuid, 16 bytes) wrote are as good as never written. Raises
+        TierFull or TierFailed.
+        """
+        require(len(store) == STORE_BYTES, "a store uuid has 16 bytes")
         self.read_errors = 0
         self._directory = directory
         self._budget_bytes = budget_bytes
         self._segment_bytes = segment_bytes
+        self._store = store
         self._storage = storage
         self._pools: dict[int, _Pool] = {}
         self._counting = threading.Lock()
@@ -167,23 +203,36 @@ class DiskTier:
         slot_bytes = disk_slot_bytes(block_bytes, block_tokens)
         header_bytes = slot_bytes - _whole_pages(block_bytes)
         slot_count = self._budget_bytes // slot_bytes
-        prefix = MAGIC + FORMAT_VERSION.to_bytes(4, "little") + entry_bytes.to_bytes(4, "little")
+        sizes = FORMAT_VERSION.to_bytes(4, "little") + entry_bytes.to_bytes(4, "little")
         self._pools[pool] = _Pool(
             block_bytes=block_bytes,
             block_tokens=block_tokens,
             header_bytes=header_bytes,
             slot_bytes=slot_bytes,
             slot_count=slot_count,
-            prefix=np.frombuffer(prefix, np.uint8),
+            prefix=np.frombuffer(MAGIC + sizes + self._store, np.uint8),
             segments=Segments(
                 self._directory,
-                pool,
+                PoolShape(block_bytes, block_tokens),
                 slot_bytes=slot_bytes,
                 slot_count=slot_count,
                 slots_per_segment=max(1, self._segment_bytes // slot_bytes),
                 storage=self._storage,
             ),
         )
+
+    def shapes(self) -> list[PoolShape]:
+        """Geometries of the blocks that lie here, added or not, the smallest first.
+
+        Raises TierFailed.
+        """
+        try:
+            return sorted(
+                shapes_present(self._storage, self._directory),
+                key=lambda shape: (shape.block_bytes, shape.block_tokens),
+            )
+        except OSError as error:
+            raise tier_error(error, "list the segments of", self._directory) from error
 
     def slot_count(self, pool: int) -> int:
         """How many slots the pool has if it gets the whole budget."""
@@ -262,25 +311,31 @@ class DiskTier:
         Reads no payload. The entry of a slot that is not sound is empty.
         """
         known = self._pool(pool)
-        pages = np.zeros((len(slots), known.header_bytes), np.uint8)
         known.require_slots(slots)
-        for index in np.argsort(slots).tolist():
-            self._read_some(known, int(slots[index]), [pages[index].data])
-        entries, ok = known.unpack(pages)
+        entries, ok = known.unpack(self._header_pages(known, slots)[0])
         entries[~ok] = np.zeros((), entries.dtype)
         return entries, ok
 
-    def scan(self, pool: int) -> Iterator[tuple[int, np.void]]:
-        """Every slot of the existing segments with a sound header, and its entry, ascending."""
+    def present_slots(self, pool: int) -> int:
+        """How many slots the pool's existing segments have."""
         known = self._pool(pool)
-        width = known.segments.slots_per_segment
+        return sum(len(known.slots_of(segment)) for segment in known.segments.present())
+
+    def scan(self, pool: int) -> Iterator[Scan]:
+        """The headers of all slots of the existing segments, batch by batch, in order.
+
+        Raises TierFailed if a segment cannot be opened; a header that cannot be read is damaged.
+        """
+        known = self._pool(pool)
         for segment in known.segments.present():
-            end = min((segment + 1) * width, known.slot_count)
-            for start in range(segment * width, end, SCAN_SLOTS):
-                slots = np.arange(start, min(start + SCAN_SLOTS, end), dtype=np.uint32)
-                entries, ok = self.headers(pool, slots)
-                for index in np.flatnonzero(ok).tolist():
-                    yield int(slots[index]), entries[index]
+            every = known.slots_of(segment)
+            self._require_readable(known, segment)
+            for start in range(0, len(every), SCAN_SLOTS):
+                slots = np.array(every[start : start + SCAN_SLOTS], np.uint32)
+                pages, readable = self._header_pages(known, slots)
+                entries, ok = known.unpack(pages)
+                damaged = ~ok & (pages.any(axis=1) | ~readable)
+                yield Scan(slots[ok], entries[ok], len(slots), int(np.count_nonzero(damaged)))
 
     def sync(self) -> None:
         """Make every write that has returned durable. Raises TierFailed: then nothing is sure."""
@@ -298,6 +353,44 @@ class DiskTier:
             return self._pools[pool]
         except KeyError:
             raise InvariantViolation(f"pool {pool} was not added to {self._directory}") from None
+
+    def _require_readable(self, known: _Pool, segment: int) -> None:
+        try:
+            known.segments.fd_to_read(segment)
+        except OSError as error:
+            raise tier_error(error, "read", known.segments.path(segment)) from error
+
+    def _header_pages(self, known: _Pool, slots: U32) -> tuple[U8, Bool]:
+        """Header pages of slots, shape [n, header_bytes], and which could be read."""
+        size, width = known.header_bytes, known.segments.slots_per_segment
+        pages = np.zeros((len(slots), size), np.uint8)
+        readable = np.ones(len(slots), np.bool_)
+        view = pages.reshape(-1).data
+        segments, places = np.divmod(slots.astype(np.int64), width)
+        for segment in np.unique(segments).tolist():
+            members = np.flatnonzero(segments == segment)
+            members = members[np.argsort(places[members])]
+            try:
+                fd = known.segments.fd_to_read(segment)
+            except OSError:
+                self._count_read_error()
+                readable[members] = False
+                continue
+            if fd is None:
+                continue
+            offsets = (places[members] * known.slot_bytes).tolist()
+            for index, offset in zip(members.tolist(), offsets, strict=True):
+                try:
+                    page = view[index * size : (index + 1) * size]
+                    self._storage.preadv(fd, [page], offset)
+                except OSError:
+                    self._count_read_error()
+                    readable[index] = False
+        return pages, readable
+
+    def _count_read_error(self) -> None:
+        with self._counting:
+            self.read_errors += 1
 
     def _read_run(
         self, known: _Pool, slots: U32, memory: U8, arena_slots: U32
@@ -328,8 +421,7 @@ class DiskTier:
             fd = known.segments.fd_to_read(segment)
             return 0 if fd is None else self._storage.preadv(fd, buffers, offset)
         except OSError as error:
-            with self._counting:
-                self.read_errors += 1
+            self._count_read_error()
             path = known.segments.path(segment)
             return TierFailed(f"cannot read {path}: {error}", path=path)
 

@@ -3,18 +3,22 @@
 An entry is a fixed-size little-endian struct whose size depends only on the tokens per block:
 
     offset  size              field
-    0       8                 id         64-bit block id, never reused; 0 = the slot is empty
-    8       8                 parent     id of the block before it in its chain; 0 = first
-    16      8 + 8             hash       chain hash, high and low half
-    32      8 + 8             sum        xxh3_128 of the payload; both 0 = not computed yet
-    48      8                 extra      xxh3_64 of the extra keys; 0 = none
-    56      4                 length     payload bytes; always the pool's block bytes
-    60      4                 namespace
-    64      4 x block_tokens  tokens     token ids
-    ...     0 or 4            reserved   zero; keeps the size a multiple of 8
-    ...     8                 check      xxh3_64 of all bytes before it
+    0       8                 id            64-bit block id, never reused; 0 = the slot is empty
+    8       8                 parent        id of the block before it in its chain; 0 = first
+    16      8 + 8             hash          chain hash, high and low half
+    32      8 + 8             sum           xxh3_128 of the payload; both 0 = not computed yet
+    48      8                 extra         xxh3_64 of the extra keys; 0 = none
+    56      4                 length        payload bytes; always the pool's block bytes
+    60      4                 block_tokens  tokens per block; always the pool's
+    64      16                digest        of the namespace; all 0 = the block is not sealed
+    80      4 x block_tokens  tokens        token ids
+    ...     0 or 4            reserved      zero; keeps the size a multiple of 8
+    ...     8                 check         xxh3_64 of all bytes before it
 
 An empty entry is all zeroes, which is no valid entry either: its check would not be 0.
+
+An entry says all that the index knows of a sealed block, so that an index can be made anew from
+entries alone (see ``service.rebuild``).
 
 128-bit digests travel as 16 big-endian bytes; their halves are ordinary integers here.
 """
@@ -32,6 +36,8 @@ from tierkv.errors import InvalidArgument
 
 DIGEST_BYTES = 16
 CHECK_BYTES = 8
+OPEN = bytes(DIGEST_BYTES)
+"""In place of the digest: the block is not sealed, so it has no name yet."""
 _LOW_HALF = (1 << 64) - 1
 
 Entries = npt.NDArray[np.void]
@@ -53,7 +59,8 @@ def entry_dtype(block_tokens: int) -> np.dtype[np.void]:
         ("sum_lo", "<u8"),
         ("extra", "<u8"),
         ("length", "<u4"),
-        ("namespace", "<u4"),
+        ("block_tokens", "<u4"),
+        ("digest", "u1", (DIGEST_BYTES,)),
         ("tokens", "<u4", (block_tokens,)),
     ]
     if block_tokens % 2:
@@ -75,15 +82,15 @@ def make_entries(
     hash_lo: Integers,
     tokens: npt.NDArray[np.uint32],
     length: Integers,
-    namespace: Integers,
+    digest: bytes,
     extra: Integers = 0,
     sum_hi: Integers = 0,
     sum_lo: Integers = 0,
 ) -> Entries:
     """Entries with their checks set.
 
-    ``ids`` has shape [n], ``tokens`` [n, block_tokens]; all other arguments are one integer or n.
-    Leave the sum out where the payload may still change.
+    ``ids`` has shape [n], ``tokens`` [n, block_tokens]; ``digest`` is the namespace's, 16 bytes;
+    all other arguments are one integer or n. Leave the sum out where the payload may still change.
     """
     entries = blank_entries(len(ids), tokens.shape[1])
     entries["id"] = ids
@@ -94,7 +101,8 @@ def make_entries(
     entries["sum_lo"] = sum_lo
     entries["extra"] = extra
     entries["length"] = length
-    entries["namespace"] = namespace
+    entries["block_tokens"] = tokens.shape[1]
+    entries["digest"] = np.frombuffer(digest, np.uint8)
     entries["tokens"] = tokens
     set_checks(entries)
     return entries

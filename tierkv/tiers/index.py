@@ -228,8 +228,7 @@ def _verify(path: Path, data: Path) -> None:
         raise TierFailed(f"cannot read the index {path}: {error}", path=str(path)) from error
     if problems:
         raise CorruptionError(
-            f"the index {data} is damaged ({len(problems)} findings, first: {problems[0]});"
-            " move it aside and rebuild it from the slot headers and the log",
+            f"the index {data} is damaged ({len(problems)} findings, first: {problems[0]})",
             path=str(data),
             offset=0,
         )

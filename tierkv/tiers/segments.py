@@ -1,7 +1,9 @@
 """The preallocated files that hold the slots of one pool of the disk tier.
 
-Slot s lies in segment s // slots_per_segment, a file named ``<pool:02x>-<segment:08x>.seg``. The
-last segment is shorter when the slots do not fill it. Segments are made at their first write.
+Slot s lies in segment s // slots_per_segment, a file named after the geometry of its blocks:
+``<block bytes>x<block tokens>-<segment:08x>.seg``. So the files say themselves how to read them,
+whatever number the pool has today. The last segment is shorter when the slots do not fill it.
+Segments are made at their first write.
 
 Threads: any thread may call any method, except that ``close`` must be the last call of all.
 """
@@ -13,10 +15,18 @@ import errno
 import re
 import threading
 
+from tierkv.core.state import PoolShape
 from tierkv.errors import TierFailed, TierFull
 from tierkv.tiers.storage import BlockStorage
 
 _DRAFT_SUFFIX = ".tmp"
+_NAME = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)-([0-9a-f]{8})\.seg(\.tmp)?")
+
+
+def shapes_present(storage: BlockStorage, directory: str) -> list[PoolShape]:
+    """Geometries of which the directory has segments, in no order. Raises OSError."""
+    names = map(_NAME.fullmatch, storage.listdir(directory))
+    return list({PoolShape(int(name[1]), int(name[2])) for name in names if name})
 
 
 class Segments:
@@ -25,7 +35,7 @@ class Segments:
     def __init__(
         self,
         directory: str,
-        pool: int,
+        shape: PoolShape,
         *,
         slot_bytes: int,
         slot_count: int,
@@ -35,7 +45,7 @@ class Segments:
         """Find the pool's segments and remove unfinished ones. Raises TierFailed."""
         self.slots_per_segment = slots_per_segment
         self._directory = directory
-        self._pool = pool
+        self._prefix = f"{shape.block_bytes}x{shape.block_tokens}"
         self._slot_bytes = slot_bytes
         self._slot_count = slot_count
         self._storage = storage
@@ -125,23 +135,22 @@ class Segments:
 
     def path(self, segment: int) -> str:
         """The path of a segment."""
-        return f"{self._directory}/{self._pool:02x}-{segment:08x}.seg"
+        return f"{self._directory}/{self._prefix}-{segment:08x}.seg"
 
     def _size(self, segment: int) -> int:
         slots = min(self.slots_per_segment, self._slot_count - segment * self.slots_per_segment)
         return slots * self._slot_bytes
 
     def _find(self) -> set[int]:
-        ours = re.compile(rf"{self._pool:02x}-([0-9a-f]{{8}})\.seg({re.escape(_DRAFT_SUFFIX)})?")
         found = set()
         for name in self._storage.listdir(self._directory):
-            match = ours.fullmatch(name)
-            if match is None:
+            match = _NAME.fullmatch(name)
+            if match is None or f"{match[1]}x{match[2]}" != self._prefix:
                 continue
-            if match[2]:
+            if match[4]:
                 self._storage.unlink(f"{self._directory}/{name}")
             else:
-                found.add(int(match[1], 16))
+                found.add(int(match[3], 16))
         return found
 
     def _open(self, segment: int) -> int:

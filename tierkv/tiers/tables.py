@@ -9,7 +9,7 @@ import numpy as np
 from tierkv.core.ids import I64, U32, U64, Tier
 from tierkv.core.slot_tables import BlockEntries
 from tierkv.tiers.arena import Arena
-from tierkv.tiers.entry import make_entries
+from tierkv.tiers.entry import OPEN, make_entries
 
 
 class ArenaTables:
@@ -48,7 +48,7 @@ class ArenaTables:
             hash_lo=entries.hash_lo,
             tokens=entries.tokens,
             length=arena.block_bytes(pool),
-            namespace=entries.namespace,
+            digest=entries.digest,
             extra=entries.extras,
             sum_hi=entries.sum_hi,
             sum_lo=entries.sum_lo,
@@ -65,7 +65,7 @@ class ArenaTables:
             hash_lo=0,
             tokens=np.zeros((len(ids), arena.block_tokens(pool)), np.uint32),
             length=arena.block_bytes(pool),
-            namespace=0,
+            digest=OPEN,
         )
 
     def punch(self, tier: Tier, pool: int, slots: I64) -> None:

@@ -108,6 +108,14 @@ class WalReader:
         return max((header.epoch for header in self._headers()), default=0)
 
     @property
+    def begins_late(self) -> bool:
+        """Whether what was asked for is older than the log: its checkpoint is not the last one."""
+        if self._end is None:
+            raise WalMisuse("the beginning is known only after frames() was read to its end")
+        first = self._segments[0].header if self._segments else None
+        return first is not None and first.first_lsn > (self._after_lsn or 0) + 1
+
+    @property
     def resume_lsn(self) -> int:
         """The LSN that a writer continues after.
 
@@ -135,17 +143,16 @@ class WalReader:
         return self._make_writer(epoch, segment_bytes, self._closed_segments())
 
     def salvage(self, epoch: int, quarantine: str, segment_bytes: int = SEGMENT_BYTES) -> WalWriter:
-        """Give up what lies behind a CORRUPT end and start a new segment after ``resume_lsn``.
+        """Give up all there is and start a new segment after ``resume_lsn``.
 
-        Every old segment moves to the directory ``quarantine`` (of the same file system). Call it
-        only after a checkpoint at ``resume_lsn`` that holds what was read, for the next reader
-        finds no older record. Raises as ``writer`` does.
+        For a log with a CORRUPT end, or one whose checkpoint is lost. Every old segment moves to
+        the directory ``quarantine`` (of the same file system). Call it only after a checkpoint at
+        ``resume_lsn`` that holds what is to be kept, for the next reader finds no older record.
+        Raises WalMisuse before the end or the second time, OSError.
 
         Crash: the new segment follows on the checkpoint; a segment that still lies in front of it
         is not needed and not looked at.
         """
-        if self.end.kind is not EndKind.CORRUPT:
-            raise WalMisuse("only a corrupt log can be salvaged; use writer()")
         writer = self._make_writer(epoch, segment_bytes, [])
         taken = set(self._storage.listdir(quarantine))
         for segment in self._segments:

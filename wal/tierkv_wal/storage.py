@@ -156,7 +156,7 @@ class RealStorage:
         os.unlink(path)
 
     def mkdir(self, path: str) -> None:
-        os.mkdir(path, 0o750)
+        os.mkdir(path, 0o700)
 
     def listdir(self, path: str) -> list[str]:
         return sorted(os.listdir(path))
