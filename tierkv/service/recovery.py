@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace
-from tierkv_wal import EndKind, Storage, WalError, WalReader, WalVersion, WalWriter
+from tierkv_wal import EndKind, Frame, Storage, WalError, WalReader, WalVersion, WalWriter
 
 from tierkv.config.schema import Config
-from tierkv.core.ids import I64, RAM_TIERS, Bool, Tier
+from tierkv.core.ids import I64, RAM_TIERS, U8, Bool, Tier
 from tierkv.core.invariants import check_invariants
 from tierkv.core.records import RECORD, Kind, blank, of_copies
+from tierkv.core.replay import replay
 from tierkv.core.restart_order import restart_order
 from tierkv.core.state import Sequence, State
 from tierkv.errors import ConfigError, CorruptionError, InvariantViolation
@@ -41,6 +42,10 @@ log = logging.getLogger(__name__)
 
 BLOCK_IDS_PER_EPOCH = 2**40
 """Room for the ids of one daemon's life, so that those of the next are above them, known or not."""
+
+RECORDS_AT_ONCE = 1 << 20
+"""Records of the log that are replayed together: what gathers between two checkpoints, unless one
+failed. Bounds the memory that takes, a few hundred MiB."""
 
 
 @dataclass
@@ -191,15 +196,28 @@ def load(
     specs = restore(state, contents)
     after_lsn = int(contents.meta.get("checkpoint_lsn", 0))
     reader = WalReader(storage, str(directory.wal), stored.store_uuid, after_lsn)
-    records = 0
-    for frame in reader.frames():
-        state.apply(frame.records.view(RECORD).reshape(-1))
-        records += len(frame.records)
-        progress(f"replaying the log, {records} records")
+    records = _replay(state, reader.frames(), progress)
     check_invariants(state)
     behind = bool(contents.meta.get("replies_ahead", 0))
     complete = reader.end.kind is not EndKind.CORRUPT and not behind
     return Loaded(state, specs, reader, records, complete)
+
+
+def _replay(state: State, frames: Iterable[Frame], progress: Callable[[str], None]) -> int:
+    """Replay the frames, many at a time; returns the number of records. Mutates the state."""
+    done = waiting = 0
+    parts: list[U8] = []
+    for frame in frames:
+        parts.append(frame.records)
+        waiting += len(frame.records)
+        if waiting >= RECORDS_AT_ONCE:
+            replay(state, np.concatenate(parts).view(RECORD).reshape(-1))
+            done, waiting = done + waiting, 0
+            parts.clear()
+            progress(f"replaying the log, {done} records")
+    if parts:
+        replay(state, np.concatenate(parts).view(RECORD).reshape(-1))
+    return done + waiting
 
 
 def _rebuild(
