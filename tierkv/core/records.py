@@ -89,13 +89,6 @@ def join(parts: Sequence[Records]) -> Records:
     return whole.view(RECORD)
 
 
-def take(records: Records, at: npt.NDArray[np.int64]) -> Records:
-    """The records at these places (shape [n]); a copy."""
-    # As integers: numpy picks from structured arrays field by field, many times slower.
-    words = records.view("<u8").reshape(len(records), RECORD.itemsize // 8)
-    return words.take(at, axis=0).reshape(-1).view(RECORD)
-
-
 def of_copies(
     kind: Kind,
     tier: int,

@@ -17,13 +17,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
+from tierkv.core.arrays import first_of_runs, runs, take
 from tierkv.core.blocks import INDEXED, SEALED, Blocks
 from tierkv.core.ids import I64, NO_SLOT, U8, U32, Bool, Tier, lease_of
-from tierkv.core.records import Kind, Records, pushed_rows, take
+from tierkv.core.records import Kind, Records, pushed_rows
 from tierkv.core.state import Sequence, State
 from tierkv.errors import InvariantViolation, require
 
@@ -99,7 +99,7 @@ def _replay_tables(state: State, records: Records) -> None:
     at, which = at[~opens], which[~opens]
     order = np.argsort(which, kind="stable")
     changes = take(records, at[order])
-    for start, stop in _runs(which[order] * 256 + changes["type"]):
+    for start, stop in runs(which[order] * 256 + changes["type"]):
         _change_table(state, changes[start:stop])
 
 
@@ -187,7 +187,7 @@ class _Events:
     @property
     def first(self) -> Bool:
         """Which of them are the first of their row."""
-        return _first_of_runs(self.row)
+        return first_of_runs(self.row)
 
 
 def _replay_blocks(state: State, before: Blocks, events: _Events) -> None:
@@ -321,16 +321,3 @@ def _select(records: Records, kinds: Iterable[Kind]) -> I64:
     wanted = np.zeros(256, np.bool_)
     wanted[list(kinds)] = True
     return np.flatnonzero(wanted[records["type"]])
-
-
-def _first_of_runs(values: I64) -> Bool:
-    """Which values differ from the one before them, shape [n]."""
-    first = np.ones(len(values), np.bool_)
-    first[1:] = values[1:] != values[:-1]
-    return first
-
-
-def _runs(values: I64) -> Iterator[tuple[int, int]]:
-    """Start and end of each run of equal values."""
-    starts = np.flatnonzero(_first_of_runs(values)).tolist()
-    return pairwise([*starts, len(values)])

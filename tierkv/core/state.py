@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from tierkv.core.arrays import distinct, runs
 from tierkv.core.blocks import INDEXED, SEALED, Blocks
 from tierkv.core.ids import I64, NO_SLOT, U32, Bool, Tier, lease_of
 from tierkv.core.records import SKIPPED_FROM, Kind, Records, pushed_rows
@@ -225,7 +225,7 @@ class State:
         if not len(records):
             return
         kinds = records["type"]
-        for start, stop in _runs(kinds):
+        for start, stop in runs(kinds):
             kind = int(kinds[start])
             handler = self._handlers.get(kind)
             if handler is not None:
@@ -244,7 +244,7 @@ class State:
     def take_changes(self) -> Changes:
         """What changed since the last call; for a checkpoint. Mutates (forgets it)."""
         rows = (
-            np.unique(np.concatenate(self._dirty_rows))
+            distinct(np.concatenate(self._dirty_rows))
             if self._dirty_rows
             else np.zeros(0, np.int64)
         )
@@ -342,7 +342,7 @@ class State:
 
     def _seq_push(self, records: Records) -> None:
         ids = records["id"]
-        for start, stop in _runs(ids):
+        for start, stop in runs(ids):
             sequence = self._sequence(int(ids[start]))
             rows = pushed_rows(records[start:stop])
             sequence.push(rows)
@@ -396,7 +396,7 @@ class State:
 
     def _seal(self, records: Records) -> None:
         hashes = records["hash_lo"]
-        if len(records) > 1 and len(np.unique(hashes)) < len(hashes):
+        if len(records) > 1 and len(distinct(hashes)) < len(hashes):
             # Two requests of one frame sealed the same chain: their order matters.
             for at in range(len(records)):
                 self._seal(records[at : at + 1])
@@ -439,7 +439,7 @@ class State:
             there = self.blocks.slot[tier][rows[here]] == records["loc"][here]
             require(there.all(), "a copy was dropped that is not there")
             self._give_slots(rows[here], tier)
-        rows = np.unique(rows)
+        rows = distinct(rows)
         self.touch_rows(rows)
         gone = rows[~self.blocks.has_any_copy(rows)]
         self._unindex(gone[(self.blocks.flags[gone] & INDEXED) != 0])
@@ -510,15 +510,6 @@ class State:
         for pool, members in self.by_pool(rows):
             self.slots[tier, pool].give(self.blocks.slot[tier][members].astype(np.int64))
         self.blocks.slot[tier][rows] = NO_SLOT
-
-
-def _runs(values: npt.NDArray[np.unsignedinteger[Any]]) -> Iterator[tuple[int, int]]:
-    """Start and end of each run of equal values; there must be values."""
-    start = 0
-    for edge in (np.flatnonzero(values[1:] != values[:-1]) + 1).tolist():
-        yield start, edge
-        start = edge
-    yield start, len(values)
 
 
 def _by_tier(records: Records) -> Iterator[tuple[Tier, Bool | slice]]:

@@ -35,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from tierkv.core.arrays import distinct, take
 from tierkv.core.blocks import VALUE
 from tierkv.core.ids import I64, U32
 from tierkv.errors import CorruptionError, TierFailed, TierFull, require
@@ -190,7 +191,7 @@ class Index:
         sound_meta = {key: value[:-_CHECK_BYTES] for key, value in meta if _is_sound(key, value)}
         return IndexContents(
             rows=rows,
-            values=table[live],
+            values=take(table, live),
             sequences=tables["sequences"],
             leases=tables["leases"],
             namespaces=tables["namespaces"],
@@ -282,7 +283,7 @@ def _estimate(changes: IndexChanges) -> int:
     small = [changes.sequences, changes.leases, changes.namespaces]
     payload = sum(len(value or b"") for table in small for value in table.values())
     rows = np.concatenate([changes.rows, changes.deleted_rows])
-    chunks = len(np.unique(rows // _CHUNK_ROWS))
+    chunks = len(distinct(rows // _CHUNK_ROWS))
     payload += chunks * _PAGE_BYTES
     return 2 * ((chunks + sum(map(len, small))) * _ENTRY_COST_BYTES + payload)
 
