@@ -15,7 +15,7 @@ from tierkv.core.invariants import check_invariants
 from tierkv.core.records import Kind, Records, blank, join, push
 from tierkv.core.replay import replay
 from tierkv.core.state import State
-from tierkv.errors import InvariantViolation
+from tierkv.errors import ConfigError, InvariantViolation
 
 BLOCK_BYTES = 64
 LEASE = 1
@@ -229,7 +229,6 @@ CONTRADICTIONS: dict[str, Records] = {
     "a namespace that does not exist": join(
         [opened(2), alloc(4, 2, 4, namespace=9), push(sequence_id(LEASE, 2), _u32(4))]
     ),
-    "an unknown type": record(99),
 }
 
 
@@ -248,3 +247,9 @@ def replay_and_check(state: State, records: Records) -> None:
     """What recovery does."""
     replay(state, records)
     check_invariants(state)
+
+
+@pytest.mark.parametrize("case", ["another block's copy", "closing what is not open"])
+def test_a_log_of_a_newer_version_is_not_taken_for_damage(case: str) -> None:
+    with pytest.raises(ConfigError, match="newer tierkv"):
+        replay(empty(), join([*OPENING, *HELD, CONTRADICTIONS[case], record(99)]))
