@@ -22,6 +22,7 @@ WORKLOADS = (
     "get",
     "spill",
     "wal",
+    "durability",
     "recovery",
     "attention",
 )

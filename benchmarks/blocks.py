@@ -59,9 +59,9 @@ def put(namespace: Namespace, tokens: U32, payload: U8) -> float:
 class Prompts:
     """An endless supply of prompts of ``blocks`` blocks that nobody has seen."""
 
-    def __init__(self, spec: KVSpec, blocks: int) -> None:
+    def __init__(self, spec: KVSpec, blocks: int, first_seed: int = 0) -> None:
         self._count = blocks * spec.block_tokens
-        self._seed = 0
+        self._seed = first_seed
 
     def fresh(self) -> U32:
         """Token ids (u32 [blocks x block_tokens])."""

@@ -71,6 +71,11 @@ class Daemon:
         }
 
     @property
+    def settings(self) -> dict[str, str]:
+        """All that it is started with."""
+        return dict(self._settings)
+
+    @property
     def pid(self) -> int:
         """The process."""
         return self._process.pid if self._process else 0

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import xxhash
 from tierkv_wal import RealStorage, WalReader
 
@@ -17,29 +18,52 @@ from benchmarks.lookup import fill
 from benchmarks.rebuild import rebuild_line
 from benchmarks.wal import SPEC as CYCLE_SPEC
 from benchmarks.wal import cycle, prompts
-from tierkv.core.ids import Tier
-from tierkv.core.records import RECORD
-from tierkv.core.state import State
-from tierkv.service.store import read_format
+from tierkv.cli.options import load_config
+from tierkv.core.ids import I64, U8, Tier
+from tierkv.core.records import RECORD, Kind, Records, blank, join
+from tierkv.core.replay import replay
+from tierkv.core.state import PoolShape, State
+from tierkv.service.checkpoint import FRAMES_MAX
+from tierkv.service.recovery import recover
+from tierkv.service.snapshot import index_changes, restore
+from tierkv.service.store import StateDirectory, read_format
+from tierkv.tiers.index import Index
 from tierkv.tiers.sizes import slot_bytes
 
 IMPORTS = "import tierkv.cli.serve, tierkv.service.daemon"
 DEVICE_BYTES = 16 << 20
+INDEX_BYTES = 16 << 30
+SHAPE = PoolShape(4096, 16)
+LEASE = 1
+NOBODY = 1 << 22
+"""A process id above every one that Linux gives."""
+ROWS_AT_WORK = 4096
+REQUEST_RECORDS = 7
 
 
 def run(bench: Bench) -> Iterator[Line]:
     """Blocks stay in the RAM tier, which outlives the process; index and log are on disk."""
     segment_mib = bench.pick(64, 1)
     settings = {"device.bytes": str(DEVICE_BYTES), "wal.segment_bytes": f"{segment_mib} MiB"}
-    for blocks in (1000,) if bench.quick else (0, 10_000, 100_000):
+    for blocks in (1000,) if bench.quick else (0, 10_000, 100_000, 1_000_000):
+        settings["device.bytes"] = str(DEVICE_BYTES + 64 * blocks)
         with Daemon(bench, bench.two_cores, f"recovery-{blocks}", settings) as daemon:
             with daemon.connect() as cache:
                 fill(cache.namespace(spec_of(64, block_tokens=1)), blocks)
             daemon.kill()
             kept = Kept(daemon)
-            yield _start(bench, daemon, kept, blocks)
-        if blocks:
-            yield _replay(bench, kept, f"recovery.replay.{blocks}.blocks")
+            yield _start(bench, daemon, kept, f"recovery.start.{blocks}", blocks)
+            kept.remove()
+    blocks, records = bench.pick(500_000, 5000), bench.pick(1_000_000, 10_000)
+    settings["disk.bytes"] = str(2 * blocks * slot_bytes(Tier.DISK, SHAPE))
+    with Daemon(bench, bench.two_cores, "recovery-full", settings) as daemon:
+        daemon.kill()
+        _make_full(daemon, blocks, records)
+        kept = Kept(daemon)
+        yield _start(bench, daemon, kept, f"recovery.full.{blocks}.{records}", blocks)
+        yield _replay(bench, kept, f"recovery.replay.{records}.records")
+        kept.remove()
+    del settings["disk.bytes"]
     with Daemon(bench, bench.two_cores, "recovery-cycles", settings) as daemon:
         count = bench.pick(5000, 50)
         with daemon.connect() as cache:
@@ -47,7 +71,9 @@ def run(bench: Bench) -> Iterator[Line]:
             for tokens in prompts(count):
                 cycle(namespace, tokens)
         daemon.kill()
-        yield _replay(bench, Kept(daemon), f"recovery.replay.{count}.cycles")
+        kept = Kept(daemon)
+        yield _replay(bench, kept, f"recovery.replay.{count}.cycles")
+        kept.remove()
     yield rebuild_line(bench)
 
 
@@ -59,6 +85,15 @@ class Kept:
         self.folder = daemon.state.with_name(daemon.state.name + "-kept")
         self._copy(daemon.state, self.folder / "state")
         self._copy(daemon.arenas, self.folder / "arenas")
+
+    @property
+    def segments(self) -> list[Path]:
+        """The files of the log, oldest first."""
+        return sorted((self.folder / "state" / "wal").glob("*.wal"))
+
+    def remove(self) -> None:
+        """Give the space back."""
+        shutil.rmtree(self.folder)
 
     def put_back(self) -> None:
         """Make it as it was when the daemon was killed."""
@@ -74,54 +109,153 @@ class Kept:
         subprocess.run(["cp", "-a", str(source), str(target)], check=True)
 
 
-def _start(bench: Bench, daemon: Daemon, kept: Kept, blocks: int) -> Line:
+def _start(bench: Bench, daemon: Daemon, kept: Kept, name: str, blocks: int) -> Line:
     place = bench.two_cores
     imports = [sys.executable, "-c", IMPORTS]
+    files = [kept.folder / "state" / "index" / "data.mdb", *kept.segments]
+    records = 0
 
     def start() -> float:
+        nonlocal records
         kept.put_back()
         spent = daemon.start()
         with daemon.connect() as cache:
-            found = cache.stat()["recovery"]["blocks"]
-        if found != blocks:
-            raise RuntimeError(f"{found} of {blocks} blocks were recovered")
+            recovery = cache.stat()["recovery"]
+        if recovery["blocks"] != blocks:
+            raise RuntimeError(f"{recovery['blocks']} of {blocks} blocks were recovered")
+        records = recovery["records"]
         return spent
 
     def imported() -> None:
         bench.reap(bench.spawn(place.server, imports, env=child_environment()))
 
-    measured = bench.interleave(place, {"tierkv": start, "imports": lambda: once(imported)})
-    return measured.line(f"recovery.start.{blocks}", SECONDS, "tierkv", ["imports"], place)
+    def read() -> None:
+        for path in files:
+            path.read_bytes()
+
+    measured = bench.interleave(
+        place,
+        {
+            "tierkv": start,
+            "imports": lambda: once(imported),
+            "read": lambda: bench.on(place.server, read),
+        },
+    )
+    note = f"{records} records"
+    return measured.line(name, SECONDS, "tierkv", ["imports", "read"], place, note=note)
+
+
+def _make_full(daemon: Daemon, blocks: int, records: int) -> None:
+    """As much as a daemon can leave: ``blocks`` in the index, and a log as long as one gets.
+
+    The log's work is that of a full cache: each request evicts a block and caches another one in
+    its row. Frames are as long as they are when the longest log has the most frames.
+    """
+    config = load_config(None, [f"{key}={value}" for key, value in daemon.settings.items()]).config
+    directory = StateDirectory.open(daemon.state)
+    recovered = recover(config, directory, lambda _what: None)
+    state, writer = recovered.state, recovered.writer
+    state.apply(_opening())
+    state.apply(_cached_on_disk(blocks))
+    changes = state.take_changes()
+    meta = {"checkpoint_lsn": writer.written_lsn}
+    recovered.index.commit(index_changes(state, changes, {}, meta))
+    work = _work(blocks, records)
+    for at in range(0, records, records // FRAMES_MAX + 1):
+        writer.append(work[at : at + records // FRAMES_MAX + 1].tobytes())
+        writer.write()
+    recovered.close()
+    directory.close()
+
+
+def _opening() -> Records:
+    namespace, lease = blank(1, Kind.NAMESPACE), blank(1, Kind.LEASE_OPEN)
+    namespace["hash_hi"], namespace["id"], namespace["loc"] = (
+        1,
+        SHAPE.block_bytes,
+        SHAPE.block_tokens,
+    )
+    lease["key"], lease["id"] = LEASE, NOBODY
+    return join([namespace, lease])
+
+
+def _sealed(rows: I64, ids: I64) -> Records:
+    """SEAL records of blocks that are each a chain of its own."""
+    sealed = blank(len(rows), Kind.SEAL)
+    sealed["key"], sealed["id"], sealed["tier"] = rows, ids, 1
+    sealed["hash_hi"], sealed["hash_lo"] = ids, np.random.default_rng(1).permutation(ids)
+    return sealed
+
+
+def _cached_on_disk(blocks: int) -> Records:
+    rows = np.arange(blocks)
+    allocated = blank(blocks, Kind.ALLOC)
+    allocated["key"], allocated["id"] = rows, rows + 1
+    allocated["tier"], allocated["loc"] = Tier.DISK, rows
+    return join([allocated, _sealed(rows, rows + 1)])
+
+
+def _work(blocks: int, records: int) -> Records:
+    """Whole requests, and open leases at the end, shape [records]."""
+    count = -(-records // REQUEST_RECORDS)
+    requests = blank(count * REQUEST_RECORDS, Kind.EPOCH).reshape(count, REQUEST_RECORDS)
+    number = np.arange(count)
+    rows, ids, sequences = (
+        blocks + number % ROWS_AT_WORK,
+        blocks + 1 + number,
+        (LEASE << 32) + number,
+    )
+    opened, found, allocated, pushed, sealed, closed, dropped = requests.T
+    opened["type"], opened["id"] = Kind.SEQ_OPEN, sequences
+    found["type"], found["id"], found["aux"] = Kind.SEQ_PUSH, sequences, 1
+    found["hash_hi"] = number % blocks
+    allocated["type"], allocated["id"], allocated["key"] = Kind.ALLOC, ids, rows
+    allocated["loc"] = number % ROWS_AT_WORK
+    pushed["type"], pushed["id"], pushed["aux"], pushed["hash_hi"] = (
+        Kind.SEQ_PUSH,
+        sequences,
+        1,
+        rows,
+    )
+    sealed[:] = _sealed(rows, ids)
+    sealed["loc"] = number % blocks + 1
+    closed["type"], closed["id"] = Kind.SEQ_CLOSE, sequences
+    dropped["type"], dropped["id"], dropped["key"] = Kind.DROP, ids, rows
+    dropped["loc"] = number % ROWS_AT_WORK
+    return requests.reshape(-1)[:records]
 
 
 def _replay(bench: Bench, kept: Kept, name: str) -> Line:
-    """All the log's records into an empty state, in this process."""
+    """The log's records into the state of the last checkpoint, in this process."""
     place = bench.same_core
     directory = kept.folder / "state"
     stored = read_format(directory)
     if stored is None:
         raise RuntimeError(f"there is no store in {directory}")
     uuid = stored.store_uuid
-    files = sorted((directory / "wal").glob("*.wal"))
+    index = Index(directory / "index", INDEX_BYTES)
+    contents = index.load()
+    index.close()
+    after_lsn = int(contents.meta["checkpoint_lsn"])
 
-    def replay() -> int:
-        state = State({Tier.DEVICE: DEVICE_BYTES, Tier.HOST: 0, Tier.DISK: 0}, slot_bytes)
-        records = 0
-        for frame in WalReader(RealStorage(), str(directory / "wal"), uuid, 0).frames():
-            state.apply(frame.records.view(RECORD).reshape(-1))
-            records += len(frame.records)
-        return records
+    def frames() -> list[U8]:
+        reader = WalReader(RealStorage(), str(directory / "wal"), uuid, after_lsn)
+        return [frame.records for frame in reader.frames()]
 
-    def decode() -> None:
-        for _ in WalReader(RealStorage(), str(directory / "wal"), uuid, 0).frames():
-            pass
+    def restored() -> State:
+        state = State(dict.fromkeys(Tier, 1 << 50), slot_bytes)
+        restore(state, contents)
+        return state
 
-    records = replay()
-    used = records * RECORD.itemsize
+    def replayed() -> float:
+        state = restored()
+        return once(lambda: replay(state, np.concatenate(frames()).view(RECORD).reshape(-1)))
+
+    records = sum(map(len, frames()))
 
     def read() -> None:
-        left = used
-        for path in files:
+        left = records * RECORD.itemsize
+        for path in kept.segments:
             with path.open("rb") as file:
                 content = file.read(left)
             xxhash.xxh3_64_digest(content)
@@ -130,8 +264,8 @@ def _replay(bench: Bench, kept: Kept, name: str) -> Line:
     measured = bench.interleave(
         place,
         {
-            "tierkv": lambda: once(replay),
-            "frames alone": lambda: once(decode),
+            "tierkv": replayed,
+            "frames alone": lambda: once(frames),
             "read + xxh3": lambda: once(read),
         },
     )

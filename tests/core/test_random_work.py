@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
-import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from replaying import check_replay, check_same
 from world import World
 
 from tierkv.core.ids import Tier
@@ -160,11 +161,9 @@ class RandomWork(RuleBasedStateMachine):
             assert held == 0
 
     def teardown(self) -> None:
-        twin = self.world.replayed()
-        check_invariants(twin)
-        rows = self.world.state.live_rows()
-        assert np.array_equal(rows, twin.live_rows())
-        assert np.array_equal(self.world.state.blocks.export(rows), twin.blocks.export(rows))
+        world = self.world
+        check_same(world.state, world.replayed())
+        check_replay(world.log, world.empty(), world.empty(), Random(len(world.log)))
 
 
 def _payload(tokens: list[int], block: int) -> bytes:

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from replaying import check_replay, check_same
 from scheduler import Scheduler, SlowTiers, check_nothing_leaked
 from world import SHAPE, World
 
@@ -19,7 +20,7 @@ from tierkv.core.invariants import active_without_device_copy, check_invariants
 from tierkv.core.matching import Chain
 from tierkv.core.records import Kind, blank
 from tierkv.core.sequences import TableView
-from tierkv.core.state import PoolShape, State
+from tierkv.core.state import PoolShape
 from tierkv.errors import (
     CorruptionError,
     InvariantViolation,
@@ -104,7 +105,7 @@ class Run:
         self.tiers.fault = self._fault
         self.scheduler = Scheduler(self.world, self.tiers, self.random)
         self.world.placement.disk_failed = self._disk_failed
-        self.shadow = State(self.world.budgets, self.world.state._slot_bytes)
+        self.shadow = self.world.empty()
         self.seen_log = 0
         self.namespaces = [Namespace(self.world.namespace, 0, b"n" * 16)]
         self.rude_namespace = self._namespace(b"r" * 16, SHAPE)
@@ -691,7 +692,7 @@ class Run:
         rows = state.live_rows()
         assert not state.blocks.refs[rows].any()
         assert state.blocks.has_any_copy(rows).all()
-        in_one = State(self.world.budgets, state._slot_bytes)
+        in_one = self.world.empty()
         at = 0
         while at < len(self.world.log):
             size = self.random.randint(1, 30)
@@ -699,6 +700,7 @@ class Run:
             at += size
         check_invariants(in_one)
         check_same(state, in_one)
+        check_replay(self.world.log, self.world.empty(), self.world.empty(), self.random)
 
 
 def surely_available(world: World, pool: int) -> int:
@@ -722,21 +724,6 @@ def surely_available(world: World, pool: int) -> int:
                 size_bytes += stuck
                 break
     return size_bytes // state.slot_bytes(Tier.DEVICE, pool)
-
-
-def check_same(state: State, twin: State) -> None:
-    """Both hold the same blocks, sequences and leases."""
-    rows = state.live_rows()
-    assert np.array_equal(rows, twin.live_rows())
-    assert np.array_equal(state.blocks.export(rows), twin.blocks.export(rows))
-    assert np.array_equal(state.blocks.refs[rows], twin.blocks.refs[rows])
-    assert np.array_equal(state.blocks.active[rows], twin.blocks.active[rows])
-    assert state.leases == twin.leases
-    assert state.sequences.keys() == twin.sequences.keys()
-    for identity, sequence in state.sequences.items():
-        other = twin.sequences[identity]
-        assert np.array_equal(sequence.rows, other.rows)
-        assert sequence.suspended == other.suspended
 
 
 def canonical(held: Held, block: int) -> bytes:

@@ -129,7 +129,7 @@ class World:
         }
         self.log: list[np.ndarray] = []
         self.tiers = tiers or FakeTiers(shape.block_tokens)
-        self.state = State(self.budgets, lambda _tier, pool: pool.block_bytes)
+        self.state = self.empty()
         self.counters = Counters()
         self._assemble()
         self.lease = self.planner.open_lease(b"t" * 16, 1, 2, 3).id
@@ -149,9 +149,13 @@ class World:
     def run(self, flow: Any) -> Any:
         return run_inline(flow, self.tiers.perform)
 
+    def empty(self) -> State:
+        """A state with the same budgets, to replay the log into."""
+        return State(self.budgets, lambda _tier, pool: pool.block_bytes)
+
     def replayed(self) -> State:
         """A second state, made from the log alone."""
-        state = State(self.budgets, lambda _tier, pool: pool.block_bytes)
+        state = self.empty()
         for records in self.log:
             state.apply(records)
         return state

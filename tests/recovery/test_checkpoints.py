@@ -250,7 +250,7 @@ async def test_when_one_is_due(bench: Bench) -> None:
     await checkpointer.run()
     bench.daemon.store(lease, 1, A)
     state = bench.daemon.state
-    state._dirty(np.zeros(DIRTY_ROWS_MAX, np.int64) + int(state.live_rows()[0]))
+    state.touch_rows(np.zeros(DIRTY_ROWS_MAX, np.int64) + int(state.live_rows()[0]))
     assert checkpointer.due(MiB, 3600.0)
     await checkpointer.run()
     assert not checkpointer.due(0, 0.0)

@@ -151,9 +151,11 @@ async def test_kill_a_read_waits_for_what_others_wrote_in_its_turn(
 async def test_kill_settle_writes_at_once_and_syncs_nothing(bench: Callable[..., Bench]) -> None:
     kill = bench("kill")
     kill.ask("r", 1)
+    kill.journal.commit(kill.with_blocks(1))
     await kill.journal.settle()
-    assert kill.writer.frames == [[1]]
+    assert kill.writer.frames == [[1, 0]]
     assert kill.writer.syncs == 0
+    await turn()
     assert kill.replies == ["r"]
     kill.journal.close()
 
@@ -173,14 +175,16 @@ async def test_power_replies_wait_for_the_sync_and_the_next_turn_gathers(
     assert power.writer.frames == [[1], [2, 3]]
     power.ask("late read")
     assert power.replies == []
+    power.journal.commit(power.with_blocks(1))
     settled = asyncio.ensure_future(power.journal.settle())
     await turn()
-    assert not settled.done()
+    done_early = settled.done()
     power.writer.gate.set()
     await settled
+    assert not done_early
     assert power.replies == ["r1", "r2", "r3", "read", "late read"]
     assert power.writer.syncs == 2
-    assert power.writer.durable_lsn == 3
+    assert power.writer.durable_lsn == 4
     power.journal.close()
 
 
@@ -188,11 +192,27 @@ async def test_power_settle_without_any_reply_waiting_syncs_by_itself(
     bench: Callable[..., Bench],
 ) -> None:
     power = bench("power")
-    power.commit(1)
+    power.journal.commit(power.with_blocks(1))
     await power.journal.settle()
     assert power.writer.durable_lsn == 1
     await power.journal.settle()
     assert power.writer.syncs == 1
+    power.journal.close()
+
+
+async def test_settling_waits_for_nothing_that_freed_no_slot(bench: Callable[..., Bench]) -> None:
+    power = bench("power")
+    power.journal.commit(power.with_blocks(1))
+    await power.journal.settle()
+    power.writer.gate.clear()
+    power.ask("r", 1)
+    await turn()
+    settled = asyncio.ensure_future(power.journal.settle())
+    await turn()
+    done_early = settled.done()
+    power.writer.gate.set()
+    await settled
+    assert done_early
     power.journal.close()
 
 
@@ -222,8 +242,9 @@ async def test_none_replies_at_once_and_writes_a_little_later(bench: Callable[..
     await none.writer.wrote.wait()
     assert none.writer.frames == [[1]]
     none.ask("r2", 2)
+    none.journal.commit(none.with_blocks(1))
     await none.journal.settle()
-    assert none.writer.frames == [[1], [2]]
+    assert none.writer.frames == [[1], [2, 0]]
     assert none.writer.syncs == 0
     none.journal.close()
 
@@ -256,6 +277,7 @@ async def test_freed_slots_write_the_frame_before_their_entries_change(
     assert len(some.writer.frames) == 1
     async with asyncio.timeout(5):
         await some.journal.settle()
+    await turn()
     assert some.replies == ["r1"]
     some.journal.close()
 
@@ -289,7 +311,7 @@ async def test_settle_does_not_return_when_its_own_write_fails(
 ) -> None:
     """The caller would overwrite slots whose owners the log still knows."""
     some = bench(durability, 60.0)
-    some.commit(1)
+    some.journal.commit(some.with_blocks(1))
     some.writer.fail_write = True
     with pytest.raises(WalDead):
         await some.journal.settle()

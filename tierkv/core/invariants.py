@@ -8,6 +8,7 @@ from collections import Counter
 
 import numpy as np
 
+from tierkv.core.arrays import distinct
 from tierkv.core.blocks import INDEXED
 from tierkv.core.ids import NO_SLOT, Tier, lease_of
 from tierkv.core.state import State
@@ -71,11 +72,12 @@ def _check_blocks(state: State) -> list[tuple[int, str]]:
     broken = []
     blocks = state.blocks
     rows = state.live_rows()
-    free = np.setdiff1d(np.arange(len(blocks)), rows)
-    if (blocks.id[rows] == 0).any() or (blocks.id[free] != 0).any():
+    used = np.zeros(len(blocks), np.bool_)
+    used[rows] = True
+    if ((blocks.id != 0) != used).any():
         broken.append((7, "a used row without an id, or a free row with one"))
     ids = blocks.id[rows]
-    if len(np.unique(ids)) != len(ids) or (len(ids) and int(ids.max()) >= state.next_block):
+    if len(distinct(ids)) != len(ids) or (len(ids) and int(ids.max()) >= state.next_block):
         broken.append((7, "ids repeat or run ahead"))
     flags = blocks.flags[rows]
     indexed = rows[(flags & INDEXED) != 0]
@@ -103,7 +105,7 @@ def _check_sequences(state: State) -> list[tuple[int, str]]:
         rows = sequence.rows
         if lease_of(identity) not in state.leases:
             broken.append((10, f"sequence {identity:#x}"))
-        if len(np.unique(rows)) != len(rows):
+        if len(distinct(rows)) != len(rows):
             broken.append((11, f"sequence {identity:#x}"))
         if (blocks.id[rows] == 0).any():
             broken.append((13, f"sequence {identity:#x}"))

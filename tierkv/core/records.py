@@ -1,7 +1,7 @@
 """The logical records: what happened, in 64 bytes each.
 
-Live operation and recovery both feed arrays of these records to ``state.apply``. The log stores
-them as they are; ``wal/FORMAT.md`` describes the bytes.
+Live operation feeds arrays of these records to ``state.apply``, recovery to ``replay``. The log
+stores them as they are; ``wal/FORMAT.md`` describes the bytes.
 """
 
 from __future__ import annotations

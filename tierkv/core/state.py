@@ -1,18 +1,18 @@
-"""The daemon's state, and ``apply``: the only place where it changes.
+"""The daemon's state, and ``apply``, which changes it as records say.
 
-Live operation applies records as it logs them; recovery applies the same records as it reads them
-back. Everything here follows from the records alone: no clock, no chance, no I/O.
+Live operation applies records as it logs them; ``replay`` gets the same state from many records at
+once. Everything here follows from the records alone: no clock, no chance, no I/O.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from tierkv.core.arrays import distinct, runs
 from tierkv.core.blocks import INDEXED, SEALED, Blocks
 from tierkv.core.ids import I64, NO_SLOT, U32, Bool, Tier, lease_of
 from tierkv.core.records import SKIPPED_FROM, Kind, Records, pushed_rows
@@ -173,10 +173,14 @@ class State:
 
     def pool_of(self, rows: I64) -> I64:
         """The pool of each row, shape [n]."""
+        return self.pools_of(self.blocks.namespace[rows])
+
+    def pools_of(self, namespaces: npt.NDArray[np.uint16]) -> I64:
+        """The pool of each namespace, shape [n]."""
         lookup = np.zeros(max(self.namespaces, default=0) + 1, np.int64)
         for namespace, entry in self.namespaces.items():
             lookup[namespace] = entry.pool
-        return np.asarray(lookup[self.blocks.namespace[rows]])
+        return np.asarray(lookup[namespaces])
 
     def by_pool(self, rows: I64) -> Iterator[tuple[int, I64]]:
         """Rows grouped by pool, order kept inside a group."""
@@ -221,7 +225,7 @@ class State:
         if not len(records):
             return
         kinds = records["type"]
-        for start, stop in _runs(kinds):
+        for start, stop in runs(kinds):
             kind = int(kinds[start])
             handler = self._handlers.get(kind)
             if handler is not None:
@@ -240,7 +244,7 @@ class State:
     def take_changes(self) -> Changes:
         """What changed since the last call; for a checkpoint. Mutates (forgets it)."""
         rows = (
-            np.unique(np.concatenate(self._dirty_rows))
+            distinct(np.concatenate(self._dirty_rows))
             if self._dirty_rows
             else np.zeros(0, np.int64)
         )
@@ -255,6 +259,14 @@ class State:
         self._dirty_rows = []
         self._dirty_sequences, self._dirty_leases, self._dirty_namespaces = set(), set(), set()
         return changes
+
+    def touch_rows(self, rows: I64) -> None:
+        """What the checkpoint stores of these rows has changed. Mutates."""
+        self._dirty_rows.append(rows)
+
+    def touch_sequence(self, identity: int) -> None:
+        """What the checkpoint stores of a sequence has changed. Mutates."""
+        self._dirty_sequences.add(identity)
 
     def touch_namespace(self, namespace: int) -> None:
         """Something the checkpoint stores beside a namespace has changed. Mutates."""
@@ -294,9 +306,6 @@ class State:
         self.sequences[sequence.id] = sequence
         self.lease_sequences[lease_of(sequence.id)][sequence.id] = None
 
-    def _dirty(self, rows: I64) -> None:
-        self._dirty_rows.append(rows)
-
     def _lease_open(self, records: Records) -> None:
         for record in records:
             token = record["extra_hi"].tobytes() + record["extra_lo"].tobytes()
@@ -333,7 +342,7 @@ class State:
 
     def _seq_push(self, records: Records) -> None:
         ids = records["id"]
-        for start, stop in _runs(ids):
+        for start, stop in runs(ids):
             sequence = self._sequence(int(ids[start]))
             rows = pushed_rows(records[start:stop])
             sequence.push(rows)
@@ -381,13 +390,13 @@ class State:
         self.blocks.clear(rows)
         self.blocks.id[rows] = records["id"]
         self.blocks.namespace[rows] = records["aux"]
-        self._dirty(rows)
+        self.touch_rows(rows)
         self._take_slots(rows, records)
         self.next_block = max(self.next_block, int(records["id"].max()) + 1)
 
     def _seal(self, records: Records) -> None:
         hashes = records["hash_lo"]
-        if len(records) > 1 and len(np.unique(hashes)) < len(hashes):
+        if len(records) > 1 and len(distinct(hashes)) < len(hashes):
             # Two requests of one frame sealed the same chain: their order matters.
             for at in range(len(records)):
                 self._seal(records[at : at + 1])
@@ -411,7 +420,7 @@ class State:
         blocks.sum_lo[rows] = records["extra_lo"]
         blocks.flags[rows] = np.where(indexed, SEALED | INDEXED, SEALED)
         self.index.put(rows[indexed], blocks.hash_hi, blocks.hash_lo)
-        self._dirty(rows)
+        self.touch_rows(rows)
         replaced = old[old >= 0]
         self._free(replaced[blocks.refs[replaced] == 0])
 
@@ -421,7 +430,7 @@ class State:
         self._take_slots(rows, records)
         self.blocks.sum_hi[rows] = records["extra_hi"]
         self.blocks.sum_lo[rows] = records["extra_lo"]
-        self._dirty(rows)
+        self.touch_rows(rows)
 
     def _drop(self, records: Records) -> None:
         rows = records["key"].astype(np.int64)
@@ -430,8 +439,8 @@ class State:
             there = self.blocks.slot[tier][rows[here]] == records["loc"][here]
             require(there.all(), "a copy was dropped that is not there")
             self._give_slots(rows[here], tier)
-        rows = np.unique(rows)
-        self._dirty(rows)
+        rows = distinct(rows)
+        self.touch_rows(rows)
         gone = rows[~self.blocks.has_any_copy(rows)]
         self._unindex(gone[(self.blocks.flags[gone] & INDEXED) != 0])
         self._free(gone[self.blocks.refs[gone] == 0])
@@ -446,7 +455,7 @@ class State:
         sequence = self.sequences.get(identity)
         if sequence is None:
             raise InvariantViolation(f"a record names sequence {identity:#x}, which is not open")
-        self._dirty_sequences.add(identity)
+        self.touch_sequence(identity)
         return sequence
 
     def _close(self, identity: int) -> None:
@@ -474,7 +483,7 @@ class State:
             return
         self.index.remove(rows, self.blocks.hash_hi, self.blocks.hash_lo)
         self.blocks.flags[rows] &= np.uint16(~INDEXED & 0xFFFF)
-        self._dirty(rows)
+        self.touch_rows(rows)
 
     def _free(self, rows: I64) -> None:
         if not len(rows):
@@ -484,7 +493,7 @@ class State:
             self._give_slots(rows[self.blocks.has_copy(rows, tier)], tier)
         self.blocks.clear(rows)
         self.row_set.give(rows)
-        self._dirty(rows)
+        self.touch_rows(rows)
 
     def _take_slots(self, rows: I64, records: Records) -> None:
         for tier, here in _by_tier(records):
@@ -501,15 +510,6 @@ class State:
         for pool, members in self.by_pool(rows):
             self.slots[tier, pool].give(self.blocks.slot[tier][members].astype(np.int64))
         self.blocks.slot[tier][rows] = NO_SLOT
-
-
-def _runs(values: npt.NDArray[np.unsignedinteger[Any]]) -> Iterator[tuple[int, int]]:
-    """Start and end of each run of equal values; there must be values."""
-    start = 0
-    for edge in (np.flatnonzero(values[1:] != values[:-1]) + 1).tolist():
-        yield start, edge
-        start = edge
-    yield start, len(values)
 
 
 def _by_tier(records: Records) -> Iterator[tuple[Tier, Bool | slice]]:

@@ -25,9 +25,9 @@ T = TypeVar("T")
 DIRTY_ROWS_MAX = 50_000
 """Changed rows that ask for a checkpoint: bounds the copy on the loop and the commit."""
 
-FRAMES_MAX = 4_000
-"""Log frames that ask for a checkpoint: bounds the replay after a crash, which takes its time per
-frame rather than per record, to about a second."""
+FRAMES_MAX = 32_000
+"""Log frames that ask for a checkpoint: bounds the reading of the log after a crash, which takes
+its time per frame rather than per record, to a fraction of a second."""
 
 
 class Checkpointer:

@@ -116,7 +116,8 @@ class Engine:
         self._lanes = {
             "copy": Lane("tierkv-copy", 1),
             "read": Lane("tierkv-read", 2),
-            "write": Lane("tierkv-write", 1),
+            # One hashes and writes while the other waits for the device.
+            "write": Lane("tierkv-write", 2),
         }
         self._behind: deque[tuple[I64, U64]] = deque()
         self._behind_blocks = 0

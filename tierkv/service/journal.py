@@ -49,7 +49,8 @@ class Journal:
         self._on_death = on_death
         self._on_sync = on_sync
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
-        self._freed_when_written = state.slots_freed
+        self._freed_lsn = 0
+        """LSN of the last record that freed a slot."""
         self._scheduled_flush: asyncio.Handle | None = None
         self._syncing = False
         self._dead = False
@@ -63,15 +64,18 @@ class Journal:
         InvariantViolation, having died, if they contradict the state.
         """
         for part in self._in_frames(records):
+            freed = self._state.slots_freed
             try:
                 self._state.apply(part)
-                self._writer.append(part.view(np.uint8).data)
+                lsn = self._writer.append(part.view(np.uint8).data)
             except (OSError, WalDead) as error:
                 self.die(error)
                 return
             except BaseException as error:
                 self.die(error)
                 raise
+            if self._state.slots_freed != freed:
+                self._freed_lsn = lsn
         self._schedule_flush()
 
     def release(self, reply: Callable[[], None]) -> None:
@@ -90,16 +94,14 @@ class Journal:
     async def settle(self) -> None:
         """Return when freed slots may be overwritten: their records are as durable as replies.
 
-        Even with durability ``none`` they are written first, in the order of the log.
+        Even with durability ``none`` they are written first, in the order of the log. What is
+        committed meanwhile, or frees nothing, is not waited for.
         """
-        if self._dead:
-            raise WalDead("the log failed; the daemon is about to exit")
-        self._flush()
-        if self._dead:
-            raise WalDead("the log failed; the daemon is about to exit")
-        if self._durability == "power" and self._writer.durable_lsn < self._writer.written_lsn:
+        lsn = self._freed_lsn
+        self.write_freed()
+        if self._durability == "power" and self._writer.durable_lsn < lsn:
             synced = asyncio.Event()
-            self._waiting.append((self._writer.written_lsn, synced.set))
+            self._waiting.append((lsn, synced.set))
             self._start_sync()
             await synced.wait()
 
@@ -120,10 +122,10 @@ class Journal:
         the log then still knows. Replies go out at the end of the turn all the same: this is
         called from the midst of a request. Raises WalDead.
         """
-        if self._state.slots_freed != self._freed_when_written:
+        if self._freed_lsn > self._writer.written_lsn:
             self._write()
-            if self._dead:
-                raise WalDead("the log failed; the daemon is about to exit")
+        if self._dead:
+            raise WalDead("the log failed; the daemon is about to exit")
 
     def close(self) -> None:
         """Write and sync what is left."""
@@ -163,8 +165,6 @@ class Journal:
             self._writer.write()
         except (OSError, WalDead) as error:
             self.die(error)
-            return
-        self._freed_when_written = self._state.slots_freed
 
     def _release_waiting(self) -> None:
         acked = self._acked_lsn()

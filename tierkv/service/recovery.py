@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace
-from tierkv_wal import EndKind, WalError, WalReader, WalVersion, WalWriter
+from tierkv_wal import EndKind, Frame, WalError, WalReader, WalVersion, WalWriter
 
 from tierkv.config.schema import Config
-from tierkv.core.ids import I64, RAM_TIERS, Bool, Tier
+from tierkv.core.ids import I64, RAM_TIERS, U8, Bool, Tier
 from tierkv.core.invariants import check_invariants
 from tierkv.core.records import RECORD, Kind, blank, of_copies
+from tierkv.core.replay import replay
 from tierkv.core.restart_order import restart_order
 from tierkv.core.state import Sequence, State
 from tierkv.errors import ConfigError, CorruptionError, InvariantViolation
@@ -45,6 +46,10 @@ BLOCK_IDS_PER_EPOCH = 2**40
 """Room for the ids of one daemon's life, so that those of the next are above them, known or not."""
 
 LOG_SUFFIX = ".wal"
+
+RECORDS_AT_ONCE = 1 << 20
+"""Records of the log that are replayed together: what gathers between two checkpoints, unless one
+failed. Bounds the memory that takes, a few hundred MiB."""
 
 
 @dataclass
@@ -220,11 +225,7 @@ def load(site: Site, index: CheckpointIndex) -> Loaded:
     state = State({tier: max(old[tier], budgets[tier]) for tier in Tier}, slot_bytes)
     specs = restore(state, contents)
     reader = site.open_log(int(contents.meta.get("checkpoint_lsn", 0)))
-    records = 0
-    for frame in reader.frames():
-        state.apply(frame.records.view(RECORD).reshape(-1))
-        records += len(frame.records)
-        site.progress(f"replaying the log, {records} records")
+    records = _replay(state, reader.frames(), site.progress)
     if reader.begins_late:
         raise CorruptionError(
             f"the index {site.directory.index} is older than the log behind it",
@@ -235,6 +236,23 @@ def load(site: Site, index: CheckpointIndex) -> Loaded:
     behind = bool(contents.meta.get("replies_ahead", 0))
     complete = reader.end.kind is not EndKind.CORRUPT and not behind
     return Loaded(state, specs, reader, records, complete)
+
+
+def _replay(state: State, frames: Iterable[Frame], progress: Callable[[str], None]) -> int:
+    """Replay the frames, many at a time; returns the number of records. Mutates the state."""
+    done = waiting = 0
+    parts: list[U8] = []
+    for frame in frames:
+        parts.append(frame.records)
+        waiting += len(frame.records)
+        if waiting >= RECORDS_AT_ONCE:
+            replay(state, np.concatenate(parts).view(RECORD).reshape(-1))
+            done, waiting = done + waiting, 0
+            parts.clear()
+            progress(f"replaying the log, {done} records")
+    if parts:
+        replay(state, np.concatenate(parts).view(RECORD).reshape(-1))
+    return done + waiting
 
 
 def _require_new(site: Site) -> None:
