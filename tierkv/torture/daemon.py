@@ -86,16 +86,7 @@ class Daemon:
 
     def launch(self) -> None:
         """Start the process; does not wait for it."""
-        given = [f"--set={key}={value}" for key, value in self.settings.items()]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", self.module, "serve", *given],
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stderr=log,
-                # Ctrl-C is for whoever started it; the daemon is ended by name.
-                start_new_session=True,
-            )
+        self.process = self._spawn(self.module, subprocess.DEVNULL)
 
     def start(self) -> None:
         """Start and return once it serves. Raises as ``wait_until_serving``."""
@@ -140,7 +131,8 @@ class Daemon:
 
     def forget_ram(self) -> None:
         """Lose the RAM tiers, as a reboot would. The daemon must be down."""
-        shutil.rmtree(self.arenas)
+        if self.arenas.exists():  # it may have died before it made them
+            shutil.rmtree(self.arenas)
 
     def metric(self, name: str, **labels: str) -> float:
         """One sample of the metrics page. Raises KeyError."""
@@ -168,6 +160,18 @@ class Daemon:
             self.process.wait()
         shutil.rmtree(self.arenas, ignore_errors=True)
         shutil.rmtree(self._sockets, ignore_errors=True)
+
+    def _spawn(self, module: str, stdin: int) -> subprocess.Popen[bytes]:
+        given = [f"--set={key}={value}" for key, value in self.settings.items()]
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", module, "serve", *given],
+                env=self.environment,
+                stdin=stdin,
+                stderr=log,
+                # Ctrl-C is for whoever started it; the daemon is ended by name.
+                start_new_session=True,
+            )
 
     @property
     def _launched(self) -> subprocess.Popen[bytes]:
