@@ -32,7 +32,7 @@ class Promise:
     choices: tuple[int, ...]
     blocks: int
     at: float
-    epoch: int = 0
+    epoch: int
 
 
 @dataclass(frozen=True)
