@@ -379,7 +379,7 @@ async def test_a_worker_that_cannot_be_watched_keeps_its_grace(
     monkeypatch.setattr(os, "pidfd_open", refused)
     some = bench(grace_s=0.1)
     some.leases.await_workers()
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0)
     assert lease in some.daemon.state.leases
     await some.closed(lease)
 
@@ -392,9 +392,26 @@ async def test_workers_of_other_pid_namespaces_have_the_grace_only(
     machine.start()
     some = bench(grace_s=0.05)
     some.leases.await_workers()
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
     assert lease in some.daemon.state.leases
     await some.closed(lease)
+
+
+@pytest.mark.asyncio
+async def test_where_a_worker_of_another_pid_namespace_writes_is_fenced_until_it_is_back(
+    machine: Machine, bench: Callable[..., Bench]
+) -> None:
+    lease, slot = _writing(machine.start(), 0, 0)
+    machine.start()
+    some = bench(grace_s=0.02)
+    some.leases.await_workers()
+    async with asyncio.timeout(10):
+        while some.daemon.planner.sequences_of(lease):  # noqa: ASYNC110  # nobody signals it
+            await asyncio.sleep(0.002)
+    assert _fenced_slots(some.daemon) == [slot]
+    assert some.resume(FakeConnection(), TOKEN) == lease
+    some.daemon.planner.release(lease, [1])
+    assert _fenced_slots(some.daemon) == []
 
 
 @pytest.mark.asyncio
