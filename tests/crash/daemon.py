@@ -48,9 +48,7 @@ class Daemon(AnyDaemon):
     ``kill_at_write`` work; ``state`` is where the store lies, if not in that folder.
     """
 
-    def __init__(
-        self, *, mortal: bool = False, state: Path | None = None, **settings: str
-    ) -> None:
+    def __init__(self, *, mortal: bool = False, state: Path | None = None, **settings: str) -> None:
         small = {
             "device.bytes": "8MiB",
             "host.bytes": "4MiB",
