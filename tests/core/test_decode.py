@@ -28,6 +28,7 @@ FIELDS = {
     Kind.SEQ_CLOSE: {"sequence": 3},
     Kind.SEQ_SUSPEND: {"sequence": 3},
     Kind.SEQ_RESUME: {"sequence": 3},
+    Kind.SEQ_FENCE: {"sequence": 3},
     Kind.ALLOC: {"row": 2, "block": 3, "namespace": 6, "tier": "host", "slot": 4},
     Kind.SEAL: {
         "row": 2,

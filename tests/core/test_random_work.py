@@ -28,6 +28,8 @@ class RandomWork(RuleBasedStateMachine):
         self.tails: dict[int, bytes] = {}
         self.asleep: set[int] = set()
         self.next = 1
+        self.fenced: dict[int, bytes] = {}
+        self.fenced_lease = 0
 
     def _awake(self, data: Any) -> int | None:
         choices = sorted(set(self.tokens) - self.asleep)
@@ -146,6 +148,42 @@ class RandomWork(RuleBasedStateMachine):
     def lose_the_lease(self) -> None:
         world = self.world
         world.planner.close_lease(world.lease)
+        self._open_a_lease()
+
+    @rule()
+    def be_fenced(self) -> None:
+        """The worker is given up but lives: what it may write into goes to nobody."""
+        world = self.world
+        self._let_fenced_go()
+        for local in sorted(set(self.tokens) - self.asleep):
+            view, tail = self._table(local), len(self.tokens[local]) // SIZE
+            if len(self.tokens[local]) % SIZE and view.sealed <= tail:
+                self.fenced[int(view.slots[tail])] = self.tails[local]
+        self.fenced_lease = world.lease
+        assert world.planner.fence_lease(world.lease) >= bool(self.fenced)
+        assert world.planner.sequences_of(world.lease) == []
+        self._open_a_lease()
+
+    @precondition(lambda self: self.fenced)
+    @rule()
+    def be_told(self) -> None:
+        lease = self.fenced_lease
+        held = list(self.world.state.lease_sequences[lease])
+        self.world.planner.release(lease, held)
+        assert not self.world.state.lease_sequences[lease]
+        self._let_fenced_go()
+
+    @invariant()
+    def nobody_writes_where_a_fenced_worker_may(self) -> None:
+        for slot, tail in self.fenced.items():
+            assert self.world.tiers.at(Tier.DEVICE, 0, slot).payload == tail
+
+    def _let_fenced_go(self) -> None:
+        self.world.planner.close_lease(self.fenced_lease)
+        self.fenced.clear()
+
+    def _open_a_lease(self) -> None:
+        world = self.world
         world.lease = world.planner.open_lease(b"v" * 16, 1, 2, 3).id
         self.tokens.clear()
         self.asleep.clear()

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import signal
+
+from tests.crash.daemon import freeze
 from tierkv.client.sync import Client
-from tierkv.torture.load import PAUSE_S, Load
+from tierkv.torture.load import PAUSE_S
+from tierkv.torture.load import Load as AnyLoad
 from tierkv.torture.promises import Chain, Promise, longest, look_up, read
 
 __all__ = ["PAUSE_S", "Load", "Promise", "check_bytes", "check_found", "longest"]
+
+
+class Load(AnyLoad):
+    """A load that can be stopped wherever it is."""
+
+    def freeze(self) -> None:
+        """SIGSTOP all workers. Raises Broken if one has ended."""
+        self.check_workers()
+        for worker in self._workers:
+            freeze(worker.pid)
+
+    def thaw(self) -> None:
+        """Let frozen workers go on."""
+        for worker in self._workers:
+            worker.send_signal(signal.SIGCONT)
 
 
 def check_bytes(client: Client, chains: list[Chain], *, whole: bool) -> None:

@@ -13,8 +13,8 @@ def test_keys() -> None:
     plain = to_plain(StatusDocument(version="1", state="serving", namespaces=[namespace]))
     assert list(plain) == [
         "version", "state", "epoch", "pid", "uptime_s", "durability", "socket", "tiers", "blocks",
-        "sequences", "leases", "connections", "workers", "namespaces", "prefix", "evictions",
-        "wal", "recovery", "checkpoint",
+        "sequences", "leases", "fenced_blocks", "connections", "workers", "namespaces", "prefix",
+        "evictions", "wal", "recovery", "checkpoint",
     ]  # fmt: skip
     assert list(plain["tiers"]) == ["device", "host", "disk"]
     assert list(plain["tiers"]["host"]) == [

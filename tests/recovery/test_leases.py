@@ -6,14 +6,17 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from recovery_harness import SIZE, Daemon, Machine
 
+from tierkv.core.ids import Tier
 from tierkv.service import process
 from tierkv.service.leases import Leases
 from tierkv.service.process import is_alive, start_time
@@ -41,6 +44,7 @@ class FakeConnection:
     pid: int = field(default_factory=os.getpid)
     uid: int = field(default_factory=os.getuid)
     aborted: bool = False
+    refused: bool = False
 
     def abort(self) -> None:
         self.aborted = True
@@ -106,6 +110,23 @@ def test_a_zombie_is_dead(sleeper: subprocess.Popen[bytes]) -> None:
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
     assert start_time(sleeper.pid) == 0
     assert not is_alive(sleeper.pid, started)
+
+
+def test_a_process_lives_as_long_as_any_of_its_threads() -> None:
+    exit_thread = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
+    code = (
+        "import ctypes, sys, threading; threading.Thread(target=sys.stdin.read).start();"
+        f"ctypes.CDLL(None).syscall({exit_thread}, 0)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as worker:
+        started = start_time(worker.pid)
+        stat = Path(f"/proc/{worker.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.002)
+        assert is_alive(worker.pid, started)
+        worker.kill()
+        worker.wait()
+        assert not is_alive(worker.pid, started)
 
 
 def test_the_command_of_a_process_may_hold_anything() -> None:
@@ -226,6 +247,65 @@ async def test_a_worker_that_does_not_come_back_has_its_grace(
     assert some.daemon.cached(A) == 2
 
 
+def _writing(daemon: Daemon, pid: int, started: int) -> tuple[int, int]:
+    """A lease that holds an open block, and the slot of that."""
+    lease = _with_lease(daemon, pid, started)
+    daemon.run(daemon.planner.reserve(lease, 1, len(A), len(A) + 1))
+    daemon.write()
+    return lease, daemon.slots(lease, 1)[-1]
+
+
+def _fenced_slots(daemon: Daemon) -> list[int]:
+    state = daemon.state
+    rows = [one.rows for one in state.sequences.values() if one.fenced]
+    return [int(slot) for row in rows for slot in state.blocks.slot[Tier.DEVICE][row]]
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_lives_keeps_others_out_of_where_it_may_write(
+    machine: Machine, bench: Callable[..., Bench], sleeper: subprocess.Popen[bytes]
+) -> None:
+    lease, slot = _writing(machine.start(), sleeper.pid, start_time(sleeper.pid))
+    for _ in range(2):
+        machine.start()
+        some = bench(grace_s=0.02)
+        some.leases.await_workers()
+        async with asyncio.timeout(10):
+            while some.daemon.planner.sequences_of(lease):  # noqa: ASYNC110  # nobody signals it
+                await asyncio.sleep(0.002)
+        some.daemon.write()
+        assert _fenced_slots(some.daemon) == [slot]
+        assert len(some.daemon.state.live_rows()) == 3
+        some.leases.close()
+    some = bench(grace_s=0.02)
+    some.leases.await_workers()
+    sleeper.kill()
+    await some.closed(lease)
+    assert _fenced_slots(some.daemon) == []
+    assert some.daemon.cached(A) == 2
+
+
+@pytest.mark.asyncio
+async def test_a_worker_whose_connection_we_closed_may_still_write(
+    bench: Callable[..., Bench],
+) -> None:
+    some, connection = bench(), FakeConnection()
+    lease = some.open(connection)
+    some.daemon.store(lease, 1, A)
+    some.daemon.run(some.daemon.planner.reserve(lease, 1, len(A), len(A) + 1))
+    connection.refused = True
+    some.end(lease, connection)
+    assert len(_fenced_slots(some.daemon)) == 1
+    token = some.token(lease)
+    again = FakeConnection()
+    assert some.resume(again, token) == lease
+    assert some.daemon.planner.sequences_of(lease) == []
+    some.daemon.planner.release(lease, [1])
+    assert _fenced_slots(some.daemon) == []
+    some.end(lease, again)
+    assert lease not in some.daemon.state.leases
+
+
 @pytest.mark.asyncio
 async def test_a_worker_that_comes_back_has_its_lease_for_good(
     machine: Machine, bench: Callable[..., Bench]
@@ -299,7 +379,7 @@ async def test_a_worker_that_cannot_be_watched_keeps_its_grace(
     monkeypatch.setattr(os, "pidfd_open", refused)
     some = bench(grace_s=0.1)
     some.leases.await_workers()
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0)
     assert lease in some.daemon.state.leases
     await some.closed(lease)
 
@@ -312,9 +392,26 @@ async def test_workers_of_other_pid_namespaces_have_the_grace_only(
     machine.start()
     some = bench(grace_s=0.05)
     some.leases.await_workers()
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
     assert lease in some.daemon.state.leases
     await some.closed(lease)
+
+
+@pytest.mark.asyncio
+async def test_where_a_worker_of_another_pid_namespace_writes_is_fenced_until_it_is_back(
+    machine: Machine, bench: Callable[..., Bench]
+) -> None:
+    lease, slot = _writing(machine.start(), 0, 0)
+    machine.start()
+    some = bench(grace_s=0.02)
+    some.leases.await_workers()
+    async with asyncio.timeout(10):
+        while some.daemon.planner.sequences_of(lease):  # noqa: ASYNC110  # nobody signals it
+            await asyncio.sleep(0.002)
+    assert _fenced_slots(some.daemon) == [slot]
+    assert some.resume(FakeConnection(), TOKEN) == lease
+    some.daemon.planner.release(lease, [1])
+    assert _fenced_slots(some.daemon) == []
 
 
 @pytest.mark.asyncio

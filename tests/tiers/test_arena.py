@@ -214,7 +214,7 @@ def test_damaged_files_give_a_new_arena(
     assert not second.table(0)["id"].any()
 
 
-@pytest.mark.parametrize("damage", ["record", "length"])
+@pytest.mark.parametrize("damage", ["record", "length", "last byte"])
 def test_a_damaged_pool_table_is_wiped(
     open_arena: OpenArena, tmp_path: Path, put_blocks: Any, damage: str
 ) -> None:
@@ -224,6 +224,8 @@ def test_a_damaged_pool_table_is_wiped(
     with (tmp_path / "device.table").open("r+b") as table:
         if damage == "length":
             table.truncate(8192)
+        elif damage == "last byte":
+            table.truncate(table.seek(0, 2) - 1)
         else:
             table.seek(4096)
             table.write(b"\x01")

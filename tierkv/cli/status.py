@@ -157,6 +157,8 @@ def _facts(document: StatusDocument) -> list[tuple[str, str]]:
         f"{document.connections} connected, {document.leases} leases, "
         f"{document.sequences:,} sequences"
     )
+    if document.fenced_blocks:
+        workers += f", {document.fenced_blocks:,} blocks kept from use by a worker that hangs"
     evictions = ", ".join(f"{way} {blocks:,}" for way, blocks in document.evictions.items())
     log = (
         f"{about_bytes(wal.bytes)} in {wal.segments} segments, "

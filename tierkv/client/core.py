@@ -62,7 +62,9 @@ def expect(reply: Reply, kind: type[M]) -> M:
 class ClientCore:
     """One worker's lease: its namespaces and sequences, and what the daemon acknowledged of them.
 
-    ``orphans`` are numbers of sequences that the daemon may hold and nobody here uses.
+    ``orphans`` are numbers of sequences that the daemon may hold and nobody here uses. ``unaware``
+    are those of lost sequences whose user has not been told yet: a thread may be writing into
+    their blocks, so the daemon shall keep what it holds of them.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -76,6 +78,7 @@ class ClientCore:
         self.sequences: dict[int, SequenceCore] = {}
         self.opening: set[int] = set()
         self.orphans: set[int] = set()
+        self.unaware: set[int] = set()
         self._token = b""
         self._numbers = itertools.count(1)
         self._lease_arena: MappedArena | None = None
@@ -123,6 +126,7 @@ class ClientCore:
                 sequence.lose()
             self.sequences.clear()
             self.orphans.clear()
+            self.unaware.clear()
         for namespace in list(self.namespaces.values()):
             ask = namespace.ask_open
             if namespace.adopt(expect((yield ask), NamespaceOpened)):
@@ -142,7 +146,15 @@ class ClientCore:
             if state is None or not sequence.take_up(state):
                 sequence.lose()
                 self.sequences.pop(number, None)
-        return [n for n in held if n not in self.sequences and n not in self.opening]
+                self.unaware.add(number)
+        used = self.sequences.keys() | self.opening | self.unaware
+        return [number for number in held if number not in used]
+
+    def told(self, number: int) -> None:
+        """Whoever uses this sequence knows that it is lost, and writes into it no more."""
+        if number in self.unaware:
+            self.unaware.discard(number)
+            self.orphans.add(number)
 
     # --- verbs ------------------------------------------------------------------------------------
 
@@ -154,6 +166,7 @@ class ClientCore:
                 raise InvalidArgument(f"sequence {sequence.number} belongs to another client")
             if not sequence.ended:
                 sequence.ended = True
+                self.told(sequence.number)
                 if self.sequences.pop(sequence.number, None) is not None:
                     self.orphans.add(sequence.number)
                     ending.append(sequence)

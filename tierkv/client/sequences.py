@@ -108,6 +108,7 @@ class SequenceCore:
     def require_alive(self) -> None:
         """Raise LeaseLost or InvalidArgument if the sequence is gone."""
         if self.lost:
+            self.client.told(self.number)
             raise LeaseLost(
                 f"the daemon no longer holds sequence {self.number}: begin it again with its tokens"
             )

@@ -56,7 +56,7 @@ def _fields(kind: Kind, record: np.void) -> dict[str, Field]:
             return {"sequence": of["id"], "index": of["loc"], "row": of["key"]}
         case Kind.SEQ_TRUNCATE:
             return {"sequence": of["id"], "keep": of["loc"]}
-        case Kind.SEQ_CLOSE | Kind.SEQ_SUSPEND | Kind.SEQ_RESUME:
+        case Kind.SEQ_CLOSE | Kind.SEQ_SUSPEND | Kind.SEQ_RESUME | Kind.SEQ_FENCE:
             return {"sequence": of["id"]}
         case Kind.ALLOC:
             return {**block, "namespace": of["aux"], **copy}

@@ -29,6 +29,7 @@ INVARIANTS = {
     11: "a sequence holds a block at most once",
     12: "an unsealed block belongs to no index and has no hash twin",
     13: "a sequence holds blocks, never a free row",
+    14: "a fenced sequence is not suspended, and holds unsealed blocks only",
 }
 
 
@@ -117,6 +118,8 @@ def _check_sequences(state: State) -> list[tuple[int, str]]:
         parents = np.concatenate([[np.uint64(0)], blocks.id[rows[:-1]]])[: len(rows)]
         if sealed[count:].any() or (blocks.parent[rows[:count]] != parents[:count]).any():
             broken.append((8, f"sequence {identity:#x}"))
+        if sequence.fenced and (sequence.suspended or count):
+            broken.append((14, f"sequence {identity:#x}"))
         pool = state.namespaces[sequence.namespace].pool
         if len(rows) and (state.pool_of(rows) != pool).any():
             broken.append((9, f"sequence {identity:#x}"))

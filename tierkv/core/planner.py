@@ -77,6 +77,31 @@ class Planner:
         for rows in tables:
             self._sequences.touch_released(rows)
 
+    def fence_lease(self, lease: int) -> bool:
+        """End a lease whose worker was not told and may still write. Mutates.
+
+        Its sequences end, but the blocks that the worker may write into stay as they are, so that
+        their slots go to nobody. Returns whether there are any: then the lease stands, until the
+        worker has released them or ``close_lease`` says that it writes no more.
+        """
+        if lease not in self.state.leases:
+            return False
+        held = [self.state.sequences[one] for one in self.state.lease_sequences[lease]]
+        if not any(self.state.writable(sequence).any() for sequence in held):
+            self.close_lease(lease)
+            return False
+        ending = [sequence for sequence in held if not sequence.fenced]
+        tables = [sequence.rows for sequence in ending]
+        records = blank(len(ending), Kind.SEQ_CLOSE)
+        records["id"] = [sequence.id for sequence in ending]
+        fenced = [bool(self.state.writable(sequence).any()) for sequence in ending]
+        records["type"][fenced] = Kind.SEQ_FENCE
+        if len(ending):
+            self.placement.commit(records)
+        for rows in tables:
+            self._sequences.touch_released(rows)
+        return True
+
     def open_namespace(self, digest: bytes, shape: PoolShape) -> int:
         """The number of the namespace with this digest, entered if it is new. Mutates."""
         for namespace, entry in self.state.namespaces.items():
@@ -104,6 +129,12 @@ class Planner:
     def sequence(self, lease: int, local: int) -> Sequence:
         """A lease's own sequence. Raises UnknownSequence, NotOwner."""
         return self._sequences.find(lease, local)
+
+    def sequences_of(self, lease: int) -> list[Sequence]:
+        """The sequences that a lease holds and its worker may use."""
+        held = self.state.lease_sequences.get(lease, {})
+        found = [self.state.sequences[one] for one in held]
+        return [sequence for sequence in found if not sequence.fenced]
 
     def table(self, sequence: Sequence) -> TableView:
         """The block table of a sequence as it is now."""
@@ -259,7 +290,7 @@ class Planner:
         sequence = self._sequences.active(lease, local)
         identity = self._sequences.identity(lease, new_local)
         if identity in self.state.sequences:
-            return self._sequences.view(self.state.sequences[identity])
+            return self._sequences.view(self._sequences.find(lease, new_local))
         self._sequences.check_limit(lease)
         count = -(-tokens // self._sequences.block_tokens(sequence))
         if tokens < 0 or count > len(sequence):
@@ -325,7 +356,9 @@ class Planner:
 
     def _suspend_unless_up(self, sequence: Sequence) -> None:
         """A flow gives up on bringing the sequence up. Mutates."""
-        if self.state.sequences.get(sequence.id) is not sequence or sequence.suspended:
+        if self.state.sequences.get(sequence.id) is not sequence or sequence.fenced:
+            return
+        if sequence.suspended:
             return
         if not self._sequences.is_up(sequence):
             self._sequences.log(Kind.SEQ_SUSPEND, sequence)
@@ -337,7 +370,7 @@ class Planner:
             return
         self._suspend_unless_up(sequence)
         local = sequence.id & (LOCAL_MAX - 1)
-        if self.state.sequences.get(sequence.id) is not sequence:
+        if self.state.sequences.get(sequence.id) is not sequence or sequence.fenced:
             raise UnknownSequence(f"{verb}: sequence {local} was ended meanwhile")
         raise InvalidArgument(
             f"{verb}: another request changed sequence {local} meanwhile; ask once at a time"
@@ -351,7 +384,7 @@ class Planner:
         ending: dict[int, Sequence] = {}
         for local in locals_:
             try:
-                sequence = self._sequences.find(lease, local)
+                sequence = self._sequences.find_any(lease, local)
             except UnknownSequence:
                 continue
             ending[sequence.id] = sequence

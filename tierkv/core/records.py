@@ -73,6 +73,8 @@ class Kind(IntEnum):
     """key = row, id = block, tier and loc = a copy that is gone"""
     EPOCH = 15
     """id = epoch (daemon incarnation)"""
+    SEQ_FENCE = 16
+    """id = sequence; it ends, but keeps the unsealed blocks that its worker may still write into"""
 
 
 def blank(count: int, kind: Kind) -> Records:

@@ -44,6 +44,13 @@ class Sequences:
 
     def find(self, lease: int, local: int) -> Sequence:
         """A lease's own sequence. Raises UnknownSequence, NotOwner."""
+        found = self.find_any(lease, local)
+        if found.fenced:
+            raise UnknownSequence(f"sequence {local} ended while its worker was away")
+        return found
+
+    def find_any(self, lease: int, local: int) -> Sequence:
+        """The same, but a fenced one, too: it can be released, and nothing else."""
         if local >= LOCAL_MAX:
             if lease_of(local) != lease:
                 raise NotOwner(f"sequence {local:#x} belongs to another lease")
@@ -107,6 +114,7 @@ class Sequences:
         return (
             self.state.sequences.get(sequence.id) is sequence
             and not sequence.suspended
+            and not sequence.fenced
             and np.array_equal(self.state.blocks.id[sequence.rows], ids)
         )
 

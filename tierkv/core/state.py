@@ -52,11 +52,16 @@ class Lease:
 
 @dataclass
 class Sequence:
-    """A worker's block table."""
+    """A worker's block table.
+
+    ``fenced``: it has ended, but its worker was not told yet and may still write into its unsealed
+    blocks. It holds those, and nothing else, so that nobody is given their slots.
+    """
 
     id: int
     namespace: int
     suspended: bool = False
+    fenced: bool = False
     _rows: U32 = field(default_factory=lambda: np.zeros(16, np.uint32))
     _count: int = 0
 
@@ -83,6 +88,13 @@ class Sequence:
         old = int(self._rows[index])
         self._rows[index] = row
         return old
+
+    def keep(self, kept: Bool) -> I64:
+        """Keep the rows that ``kept`` (shape [n]) names; returns the others."""
+        rows = self.rows
+        self._count = int(np.count_nonzero(kept))
+        self._rows[: self._count] = rows[kept]
+        return rows[~kept]
 
     def cut(self, count: int) -> I64:
         """Keep ``count`` rows; returns those cut off."""
@@ -146,6 +158,7 @@ class State:
             Kind.PLACE: self._place,
             Kind.DROP: self._drop,
             Kind.EPOCH: self._epoch,
+            Kind.SEQ_FENCE: self._seq_fence,
         }
 
     # --- reading ----------------------------------------------------------------------------------
@@ -192,6 +205,12 @@ class State:
             return
         for pool in np.unique(pools):
             yield int(pool), rows[pools == pool]
+
+    def writable(self, sequence: Sequence) -> Bool:
+        """Which of the sequence's blocks its worker may write into, shape [n]."""
+        rows = sequence.rows
+        open_ = ~self.blocks.is_sealed(rows) & self.blocks.has_copy(rows, Tier.DEVICE)
+        return np.asarray(open_ & (not sequence.suspended))
 
     def live_rows(self) -> I64:
         """All rows that hold a block, shape [n]."""
@@ -382,6 +401,13 @@ class State:
             require(sequence.suspended, "a sequence was resumed that was not suspended")
             sequence.suspended = False
             self.blocks.active[sequence.rows] += 1
+
+    def _seq_fence(self, records: Records) -> None:
+        for identity in records["id"].tolist():
+            sequence = self._sequence(identity)
+            require(not sequence.suspended, "a suspended sequence was fenced")
+            sequence.fenced = True
+            self._unref(sequence.keep(self.writable(sequence)), was_active=True)
 
     def _alloc(self, records: Records) -> None:
         rows = records["key"].astype(np.int64)

@@ -107,6 +107,7 @@ class StatusDocument(msgspec.Struct, kw_only=True):
     """All that the daemon tells about itself at one moment.
 
     ``evictions`` counts blocks by way, "device>host" or "disk>none", since the start.
+    ``fenced_blocks`` are kept from use because a worker whose lease is over may still write there.
     """
 
     version: str
@@ -120,6 +121,7 @@ class StatusDocument(msgspec.Struct, kw_only=True):
     blocks: int = 0
     sequences: int = 0
     leases: int = 0
+    fenced_blocks: int = 0
     connections: int = 0
     workers: list[WorkerStatus] = []
     namespaces: list[NamespaceStatus] = []

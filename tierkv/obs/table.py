@@ -347,6 +347,13 @@ _SERVICE = (
         read=_value(lambda counters, status: status.leases),
     ),
     Declared(
+        "tierkv_fenced_blocks",
+        Type.GAUGE,
+        "Blocks kept from use: a worker whose lease is over, but who lives, may still write there.",
+        "Not 0 for long: a worker hangs or is stopped. End it, and its blocks are free.",
+        read=_value(lambda counters, status: status.fenced_blocks),
+    ),
+    Declared(
         "tierkv_sequences",
         Type.GAUGE,
         "Open sequences.",

@@ -52,6 +52,8 @@ class RequestHandler(Protocol):
 class Connection(asyncio.BufferedProtocol):
     """One worker. ``pid`` (0 from another pid namespace) and ``uid`` are the kernel's word.
 
+    ``refused``: it was closed by us, for a reason that the worker may not have read yet.
+
     ``scratch_fd`` is memory of ``scratch_bytes`` shared with this worker alone, sealed in size; it
     is closed after ``disconnected``, so whoever needs it longer maps it.
     """
@@ -71,6 +73,7 @@ class Connection(asyncio.BufferedProtocol):
         self.uid = uid
         self.scratch_fd = scratch_fd
         self.scratch_bytes = scratch_bytes
+        self.refused = False
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._handler = handler
         self._watcher = watcher
@@ -115,6 +118,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._transport.write(encode(request_id, failure(error)))
         transport = self._transport
+        self.refused = True
         self._end()
         transport.close()
         self._lingering = asyncio.get_running_loop().call_later(LINGER_S, self.abort)

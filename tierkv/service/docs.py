@@ -96,7 +96,7 @@ def limits() -> str:
             ),
             ("rows changed since the last checkpoint", str(DIRTY_ROWS_MAX), "a checkpoint"),
             ("time since the last checkpoint", _setting("wal.checkpoint_s"), "a checkpoint"),
-            ("wait for a worker after a crash", _setting("server.grace_s"), "its lease ends"),
+            ("wait for a worker after a crash", _setting("server.grace_s"), "its sequences end"),
         ],
     )
 

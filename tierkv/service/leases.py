@@ -7,6 +7,7 @@ import logging
 import os
 
 from tierkv.core.planner import Planner
+from tierkv.core.state import Lease
 from tierkv.rpc.connection import Connection
 from tierkv.service.process import is_alive, open_pidfd, start_time
 
@@ -21,6 +22,10 @@ class Leases:
     The lease of a connection ends with it, at once. A lease that outlived the daemon waits for its
     worker to come back: until the grace period is over, or the worker's process ends. It makes no
     difference to a worker whether the daemon was killed or stopped.
+
+    A worker that lives but was not told that its lease is over may be stopped in the midst of
+    writing a block, and go on any time. So its sequences end, but the blocks that it may write into
+    stay fenced, until it has come back and released them or its process has ended.
     """
 
     def __init__(self, planner: Planner, grace_s: float) -> None:
@@ -35,16 +40,8 @@ class Leases:
 
     def await_workers(self) -> None:
         """Start the grace period of all leases; call once, after recovery."""
-        loop = asyncio.get_running_loop()
         for lease in self._planner.state.leases.values():
-            timer = loop.call_later(self._grace_s, self._give_up, lease.id, "grace period over")
-            pidfd = open_pidfd(lease.pid) if lease.pid else None
-            if pidfd is not None:
-                loop.add_reader(pidfd, self._give_up, lease.id, "worker ended")
-            self._waiting[lease.id] = (timer, pidfd)
-            if not is_alive(lease.pid, lease.start_time):
-                # Asked after the descriptor was opened: it may be of another process by now.
-                loop.call_soon(self._give_up, lease.id, "worker ended")
+            self._await(lease)
 
     def open(self, connection: Connection) -> int:
         """A new lease for a connection."""
@@ -69,9 +66,14 @@ class Leases:
 
     def end(self, lease: int, connection: Connection) -> None:
         """The connection is gone: so is its lease, unless another connection has taken it up."""
-        if self._holders.get(lease) is connection and not self._closed:
-            del self._holders[lease]
+        if self._holders.get(lease) is not connection or self._closed:
+            return
+        del self._holders[lease]
+        if not connection.refused:
             self._planner.close_lease(lease)
+        elif self._planner.fence_lease(lease):
+            # We closed it: its worker may hear of that at its next request only.
+            self._await(self._planner.state.leases[lease])
 
     def close(self) -> None:
         """Stop: leases that stand now are left for the next daemon."""
@@ -79,12 +81,45 @@ class Leases:
         for lease in list(self._waiting):
             self._stop_waiting(lease)
 
-    def _give_up(self, lease: int, why: str) -> None:
-        if lease not in self._waiting:
+    def _await(self, lease: Lease) -> None:
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._grace_s, self._grace_over, lease)
+        pidfd = open_pidfd(lease.pid) if lease.pid else None
+        if pidfd is not None:
+            loop.add_reader(pidfd, self._worker_ended, lease.id)
+        self._waiting[lease.id] = (timer, pidfd)
+        if not is_alive(lease.pid, lease.start_time):
+            # Asked after the descriptor was opened: it may be of another process by now.
+            loop.call_soon(self._worker_ended, lease.id)
+
+    def _worker_ended(self, lease: int) -> None:
+        if lease in self._waiting:
+            self._stop_waiting(lease)
+            log.info("lease closed: worker ended", extra={"lease": lease})
+            self._planner.close_lease(lease)
+
+    def _grace_over(self, lease: Lease) -> None:
+        """The worker did not come back in time. Called again and again while it lives.
+
+        (Its end may pass unseen otherwise: there need not be a descriptor of its process.)
+        """
+        if not is_alive(lease.pid, lease.start_time):
+            self._worker_ended(lease.id)
             return
-        self._stop_waiting(lease)
-        log.info("lease closed: %s", why, extra={"lease": lease})
-        self._planner.close_lease(lease)
+        before = len(self._planner.sequences_of(lease.id))
+        if not self._planner.fence_lease(lease.id):
+            self._stop_waiting(lease.id)
+            log.info("lease closed: grace period over", extra={"lease": lease.id})
+            return
+        if before:
+            log.warning(
+                "grace period over: a worker that lives did not come back; blocks that it may "
+                "still write into are kept from use until it does, or ends",
+                extra={"lease": lease.id, "pid": lease.pid},
+            )
+        _, pidfd = self._waiting[lease.id]
+        timer = asyncio.get_running_loop().call_later(self._grace_s, self._grace_over, lease)
+        self._waiting[lease.id] = (timer, pidfd)
 
     def _stop_waiting(self, lease: int) -> None:
         timer, pidfd = self._waiting.pop(lease, (None, None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_START_TIME_FIELD = 22
+_THREADS_FIELD, _START_TIME_FIELD = 20, 22
 """In /proc/PID/stat, counted from 1 (proc(5))."""
 
 
@@ -20,8 +20,9 @@ def start_time(pid: int) -> int:
         return 0
     # The second field, the command, is in parentheses and may hold anything.
     fields = stat.rpartition(")")[2].split()
-    state, started = fields[0], int(fields[_START_TIME_FIELD - 3])
-    return 0 if state in "ZX" else started
+    state, threads, started = fields[0], fields[_THREADS_FIELD - 3], fields[_START_TIME_FIELD - 3]
+    # Where only the first thread has ended it looks like a zombie, but the others may still write.
+    return 0 if state in "ZX" and int(threads) <= 1 else int(started)
 
 
 def is_alive(pid: int, started: int) -> bool:

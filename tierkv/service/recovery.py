@@ -480,7 +480,12 @@ def _undo(
         _drop_lost_copies(state, tier, budgets, arenas, report)
     for sequence in list(state.sequences.values()):
         lost = np.flatnonzero(~state.blocks.has_any_copy(sequence.rows))
-        if len(lost):
+        if len(lost) and state.writable(sequence).any():
+            # It is lost to its worker, who may be writing into the rest of it right now.
+            fenced = blank(1, Kind.SEQ_FENCE)
+            fenced["id"] = sequence.id
+            state.apply(fenced)
+        elif len(lost):
             cut = blank(1, Kind.SEQ_TRUNCATE)
             cut["id"], cut["loc"] = sequence.id, lost[0]
             state.apply(cut)

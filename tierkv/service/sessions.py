@@ -90,13 +90,12 @@ class Sessions:
 
     def workers(self) -> list[WorkerStatus]:
         """The connected workers, for the status document."""
-        held = self._planner.state.lease_sequences
         return [
             WorkerStatus(
                 lease=session.lease,
                 pid=session.pid,
                 name=session.name,
-                sequences=len(held.get(session.lease, ())),
+                sequences=len(self._planner.sequences_of(session.lease)),
             )
             for session in self._sessions.values()
             if session.lease
@@ -169,7 +168,6 @@ class Sessions:
         session.name, session.pid = message.name, connection.pid
         session.lease = lease if lease is not None else self._leases.open(connection)
         state = self._planner.state
-        held = [state.sequences[one] for one in state.lease_sequences[session.lease]]
         return m.Welcome(
             lease=session.lease,
             token=state.leases[session.lease].token,
@@ -183,7 +181,7 @@ class Sessions:
                     sealed=view.sealed,
                     suspended=sequence.suspended,
                 )
-                for sequence in held
+                for sequence in self._planner.sequences_of(session.lease)
             ],
         )
 

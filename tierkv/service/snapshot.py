@@ -16,6 +16,7 @@ from tierkv.tiers.index import IndexChanges, IndexContents
 _LEASE = struct.Struct("<16sQQI")
 _NAMESPACE = struct.Struct("<16sIQI")
 _SEQUENCE = struct.Struct("<II")
+_SUSPENDED, _FENCED = 1, 2
 
 
 def index_changes(
@@ -78,17 +79,18 @@ def restore(state: State, contents: IndexContents) -> dict[int, bytes]:
 
 def _pack_sequence(sequence: Sequence) -> bytes:
     rows = sequence.rows.astype("<u4").tobytes()
-    return _SEQUENCE.pack(sequence.namespace, int(sequence.suspended)) + rows
+    flags = _SUSPENDED * sequence.suspended | _FENCED * sequence.fenced
+    return _SEQUENCE.pack(sequence.namespace, flags) + rows
 
 
 def _restore_sequence(state: State, identity: int, value: bytes) -> None:
-    namespace, suspended = _SEQUENCE.unpack_from(value)
-    sequence = Sequence(identity, namespace, bool(suspended))
+    namespace, flags = _SEQUENCE.unpack_from(value)
+    sequence = Sequence(identity, namespace, bool(flags & _SUSPENDED), bool(flags & _FENCED))
     rows = np.frombuffer(value, "<u4", offset=_SEQUENCE.size)
     sequence.push(rows)
     state.add_sequence(sequence)
     state.blocks.refs[rows] += 1
-    if not suspended:
+    if not sequence.suspended:
         state.blocks.active[rows] += 1
 
 

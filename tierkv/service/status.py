@@ -7,11 +7,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 from tierkv_wal import WalWriter
 
 from tierkv import __version__
 from tierkv.config.schema import Config
 from tierkv.core.ids import Tier
+from tierkv.core.state import State
 from tierkv.obs.status import (
     CheckpointStatus,
     NamespaceStatus,
@@ -55,8 +57,9 @@ class StatusReader:
             socket=self.config.server.socket,
             tiers={tier.label: self._tier(tier) for tier in Tier},
             blocks=state.row_set.used_count,
-            sequences=len(state.sequences),
+            sequences=sum(not one.fenced for one in state.sequences.values()),
             leases=len(state.leases),
+            fenced_blocks=_fenced_blocks(state),
             connections=len(self.sessions) if self.sessions is not None else 0,
             workers=self.sessions.workers() if self.sessions is not None else [],
             namespaces=self._namespaces(),
@@ -109,6 +112,11 @@ class StatusReader:
                 )
             )
         return found
+
+
+def _fenced_blocks(state: State) -> int:
+    tables = [one.rows for one in state.sequences.values() if one.fenced]
+    return len(np.unique(np.concatenate(tables))) if tables else 0
 
 
 def _recovery(report: RecoveryReport, arenas: Mapping[Tier, Arena]) -> RecoveryStatus:

@@ -289,7 +289,7 @@ class Arena:
                 block_tokens,
                 size,
             )
-            if same and offset + size <= end:
+            if same and offset + _round_up(size, PAGE) <= end:
                 return offset, True
             self._record(pool, bytes(_POOL_RECORD_BYTES))
             punch_hole(self._table_fd, offset, old_size)

@@ -89,16 +89,7 @@ class Daemon:
 
         ``under``: a command that runs the daemon in a way of its own, and in its own process.
         """
-        given = [f"--set={key}={value}" for key, value in self.settings.items()]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*under, sys.executable, "-m", self.module, "serve", *given],
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stderr=log,
-                # Ctrl-C is for whoever started it; the daemon is ended by name.
-                start_new_session=True,
-            )
+        self.process = self._spawn(self.module, subprocess.DEVNULL, *under)
 
     def start(self) -> None:
         """Start and return once it serves. Raises as ``wait_until_serving``."""
@@ -143,7 +134,8 @@ class Daemon:
 
     def forget_ram(self) -> None:
         """Lose the RAM tiers, as a reboot would. The daemon must be down."""
-        shutil.rmtree(self.arenas)
+        if self.arenas.exists():  # it may have died before it made them
+            shutil.rmtree(self.arenas)
 
     def metric(self, name: str, **labels: str) -> float:
         """One sample of the metrics page. Raises KeyError."""
@@ -171,6 +163,18 @@ class Daemon:
             self.process.wait()
         shutil.rmtree(self.arenas, ignore_errors=True)
         shutil.rmtree(self._sockets, ignore_errors=True)
+
+    def _spawn(self, module: str, stdin: int, *under: str) -> subprocess.Popen[bytes]:
+        given = [f"--set={key}={value}" for key, value in self.settings.items()]
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [*under, sys.executable, "-m", module, "serve", *given],
+                env=self.environment,
+                stdin=stdin,
+                stderr=log,
+                # Ctrl-C is for whoever started it; the daemon is ended by name.
+                start_new_session=True,
+            )
 
     @property
     def _launched(self) -> subprocess.Popen[bytes]:

@@ -89,9 +89,7 @@ class Load:
             for line in path.read_text().splitlines(keepends=True):
                 if line.endswith("\n"):
                     ack = json.loads(line)
-                    found.append(
-                        Promise(ack["model"], tuple(ack["choices"]), ack["blocks"], ack["at"])
-                    )
+                    found.append(Promise(**(ack | {"choices": tuple(ack["choices"])})))
         return found
 
     def __enter__(self) -> Self:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -22,12 +23,16 @@ _BLOCK_TOKENS = {spec.model: spec.block_tokens for spec in SPECS}
 
 @dataclass(frozen=True)
 class Promise:
-    """A chain of full blocks that was acknowledged, at a time of the monotonic clock."""
+    """A chain of full blocks that was acknowledged, at a time of the monotonic clock.
+
+    ``epoch``: of the daemon that acknowledged it.
+    """
 
     model: str
     choices: tuple[int, ...]
     blocks: int
     at: float
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,8 @@ def longest(tree: int, promises: Iterable[Promise]) -> list[Chain]:
         chains.add((promise.model, tuple(tokens)))
     kept = []
     # Sorted, a prefix comes right before the first chain that continues it.
-    ordered = sorted(chains)
-    for one, following in zip(ordered, [*ordered[1:], None], strict=True):
+    for one, following in pairwise([*sorted(chains), None]):
+        assert one is not None
         covered = (
             following is not None
             and following[0] == one[0]

@@ -189,6 +189,7 @@ class Worker:
                 "model": spec.model,
                 "choices": held.choices,
                 "blocks": full,
+                "epoch": self._client.epoch,
             }
             os.write(self._acks, json.dumps(acknowledged).encode() + b"\n")
             self.done["seals"] += 1
