@@ -58,7 +58,7 @@ def _simulate(where: Simulated) -> int:
 
     images = 0
     for seed in range(where.runs):
-        result = run(narrowed(seed), Looks(where.images))
+        result = run(narrowed(seed), Looks(where.images, lived_on=where.lived_on, lived_on_max=9))
         images += result.ledger.happened["images"]
         if result.ledger.violations:
             kind, detail = result.ledger.violations[0]

@@ -49,13 +49,15 @@ class Promise:
 class Ledger:
     """Everything ever issued, and what is promised now.
 
-    ``payloads``: the bytes of each block by its chain hash; ``parents``: the hash before it.
+    By chain hash of each block: ``payloads`` its bytes, ``parents`` the hash before it, ``tokens``
+    all tokens up to its end.
     ``states``: a digest of the state behind each LSN at which a frame may end. ``happened`` counts
     what the run has seen, so that a run that tests nothing is noticed.
     """
 
     payloads: dict[bytes, bytes] = field(default_factory=dict)
     parents: dict[bytes, bytes] = field(default_factory=dict)
+    tokens: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
     states: dict[int, str] = field(default_factory=dict)
     promise_now: Promise = field(default_factory=Promise)
     epoch: int = 0
@@ -115,8 +117,9 @@ class Ledger:
         """A reply went out that stands for all records up to ``lsn``."""
         self.promise_now.lsn = max(self.promise_now.lsn, lsn)
 
-    def issued(self, name: bytes, parent: bytes, payload: bytes) -> None:
+    def issued(self, name: bytes, parent: bytes, tokens: tuple[int, ...], payload: bytes) -> None:
         """A worker is about to seal a block."""
+        self.tokens[name] = tokens
         self.payloads[name] = payload
         self.parents[name] = parent
 

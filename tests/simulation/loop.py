@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-DELAYS_S = (0.0, 0.0, 0.001, 0.002, 0.005, 0.02)
+DELAYS_S = (None, 0.0, 0.0, 0.001, 0.002, 0.005, 0.02)
+"""None: the thread is done before the loop's own thread takes another step."""
 
 
 class Crash(SystemExit):
@@ -84,5 +85,9 @@ class SimulatedLoop(base_events.BaseEventLoop):
             else:
                 future.set_result(result)
 
-        self.call_later(self._rng.choice(DELAYS_S), run)
+        delay_s = self._rng.choice(DELAYS_S)
+        if delay_s is None:
+            run()
+        else:
+            self.call_later(delay_s, run)
         return future

@@ -57,16 +57,19 @@ CHANGES = frozenset(
 )
 """Calls before which a crash can leave something new."""
 
-LIVED_ON_MAX = 2
-"""Images of one life on which a daemon goes on to work."""
-
 
 @dataclass(frozen=True)
 class Looks:
-    """How closely to look. ``images``: for each change; every ``double``th recovery crashes."""
+    """How closely to look.
+
+    ``images``: for each change; every ``double``th recovery crashes; on a ``lived_on`` part of
+    the images, and no more than ``lived_on_max`` of a life, a daemon goes on to work.
+    """
 
     images: float = 0.5
     double: int = 5
+    lived_on: float = 0.02
+    lived_on_max: int = 2
 
 
 @dataclass
@@ -253,8 +256,8 @@ class _Run:
                 if recovered is not None and self._images % 7 == 0:
                     self._recover_again(image, recovered)
             finally:
-                keep = len(self._live_on) < LIVED_ON_MAX and self._rng.random() < 0.02
-                if keep:
+                has_room = len(self._live_on) < self._looks.lived_on_max
+                if has_room and self._rng.random() < self._looks.lived_on:
                     self._live_on.append(image)
                 else:
                     image.close()
@@ -372,15 +375,20 @@ class _Run:
     # --- life goes on (I13) -----------------------------------------------------------------------
 
     def _work_on(self, image: SimulatedMachine) -> None:
-        """After a recovery a block can be put, found and read."""
+        """After a recovery whatever is found is right, and a block can be put, found and read."""
         self.ledger.happened["images lived on"] += 1
         ledger = Ledger(payloads=dict(self.ledger.payloads), parents=dict(self.ledger.parents))
+        paths = list(self.ledger.tokens.values())
 
-        async def put_and_get() -> None:
+        async def get_and_put() -> None:
             daemon = SimulatedDaemon(self._config, image, ledger)
             writer, reader = Worker(8, ledger), Worker(9, ledger)
             for worker in (writer, reader):
                 await worker.connect(daemon, must_resume=False)
+            for tokens in paths:
+                local = await reader.acquire(list(tokens))
+                if local is not None:
+                    await reader.release(local)
             path = [100 + token for token in range(2 * SIZE)]
             await writer.begin(path)
             local = await reader.begin(path)
@@ -388,7 +396,7 @@ class _Run:
                 ledger.violate(Violation.UNUSABLE, "what was put is not found")
 
         try:
-            _complete(SimulatedLoop(Random(1)), put_and_get())
+            _complete(SimulatedLoop(Random(1)), get_and_put())
         except (TierkvError, OSError) as error:
             if not self.ledger.device_lies:
                 ledger.violate(Violation.UNUSABLE, repr(error))

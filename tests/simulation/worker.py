@@ -146,6 +146,16 @@ class Worker:
 
     async def begin(self, tokens: list[int]) -> int | None:
         """Begin a sequence on what is cached of ``tokens``, write the rest; None if refused."""
+        local = await self.acquire(tokens)
+        if local is None:
+            return None
+        sequence = self.sequences[local]
+        if len(tokens) > len(sequence.tokens) and not await self.grow(local, tokens):
+            return None
+        return local
+
+    async def acquire(self, tokens: list[int]) -> int | None:
+        """Begin a sequence on what is cached of ``tokens``, and look at it; None if refused."""
         if len(self.sequences) >= SEQUENCES_MAX:
             await self.release(min(self.sequences))
         local, self._next = self._next, self._next + 1
@@ -161,8 +171,6 @@ class Worker:
         sequence.tokens = tokens[: sequence.sealed * SIZE]
         self.uncertain.discard(local)
         self._check(sequence)
-        if len(tokens) > len(sequence.tokens) and not await self.grow(local, tokens):
-            return None
         return local
 
     async def grow(self, local: int, tokens: list[int]) -> bool:
@@ -192,9 +200,10 @@ class Worker:
             return True
         sums = b""
         for block in range(first, len(chain)):
-            payload = block_payload(tuple(sequence.tokens[: (block + 1) * SIZE]))
+            upto = tuple(sequence.tokens[: (block + 1) * SIZE])
+            payload = block_payload(upto)
             parent = chain[block - 1] if block else SPEC.digest
-            self._ledger.issued(chain[block], parent, payload)
+            self._ledger.issued(chain[block], parent, upto, payload)
             sums += xxhash.xxh3_128_digest(payload)
         ids = np.array(sequence.tokens[first * SIZE : len(chain) * SIZE], "<u4").tobytes()
         message = m.Seal(local, first, b"".join(chain[first:]), ids, sums)
