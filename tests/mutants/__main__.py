@@ -9,7 +9,7 @@ import dataclasses
 import os
 import sys
 
-from tests.mutants.catalog import MUTANTS, Mutant, Simulated, Tests
+from tests.mutants.catalog import CONTROLS, MUTANTS, Mutant, Simulated, Tests
 from tests.mutants.mutation import Unfit, install
 
 NOTICED, SURVIVED, UNFIT = 0, 1, 2
@@ -17,7 +17,7 @@ NOTICED, SURVIVED, UNFIT = 0, 1, 2
 
 def main(name: str) -> int:
     """Run one mutant; prints what noticed it."""
-    mutant = next(one for one in MUTANTS if one.name == name)
+    mutant = next(one for one in (*MUTANTS, *CONTROLS) if one.name == name)
     try:
         install(mutant.edits)
         return _hunt(mutant)
@@ -32,15 +32,23 @@ def _hunt(mutant: Mutant) -> int:
     return _simulate(mutant.caught_by)
 
 
+class _Hasty:
+    """To notice is enough: hypothesis looks for no smaller example, and remembers none."""
+
+    def pytest_configure(self) -> None:
+        from hypothesis import Phase, settings
+
+        phases = [Phase.explicit, Phase.generate]
+        settings.register_profile("hasty", phases=phases, database=None)
+        settings.load_profile("hasty")
+
+
 def _run_tests(tests: Tests) -> int:
     import pytest
-    from hypothesis import Phase, settings
 
-    # To notice is enough: no smaller example is looked for, and none is remembered.
-    settings.register_profile("hunt", phases=[Phase.explicit, Phase.generate], database=None)
-    settings.load_profile("hunt")
     # In this very process: the broken modules are only here.
-    code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--no-header", *tests.names])
+    arguments = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests.names]
+    code = pytest.main(arguments, plugins=[_Hasty()])
     return NOTICED if code == pytest.ExitCode.TESTS_FAILED else SURVIVED
 
 

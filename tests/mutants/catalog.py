@@ -360,7 +360,7 @@ MUTANTS = (
         JOURNAL,
         "        if self._freed_lsn > self._writer.written_lsn:\n",
         "        if False:\n",
-        Simulated("kill", dies_by="kill", images=0),
+        Simulated("kill", dies_by="kill", host=3, write="demote", images=0.0),
     ),
     # --- checks -----------------------------------------------------------------------------------
     _one(
@@ -472,3 +472,18 @@ MUTANTS = (
         Simulated("power"),
     ),
 )
+
+CONTROLS = (
+    Mutant("nothing is broken", (), Simulated("power", runs=25)),
+    Mutant(
+        "nothing is checked, but the order is kept",
+        UNCHECKED,
+        Simulated("kill", dies_by="kill", disk=6, write="demote", images=0.0),
+    ),
+    Mutant(
+        "nothing is checked, but every DROP is synced first",
+        UNCHECKED,
+        Simulated("power", disk=6, write="demote", lived_on=0.5, runs=40),
+    ),
+)
+"""What must survive: the hunters accuse nobody without reason."""

@@ -84,14 +84,8 @@ class Inspector:
         report = recovered.report
         if report.wal_end not in ("clean", "torn") and not expected.lies:
             ledger.violate(Violation.FLAGGED, f"the log ends {report.wal_end}")
-        self._check_blocks(recovered, ledger, expected)
+        self.check(recovered, ledger, expected)
         return recovered
-
-    def unreadable(self, recovered: Recovered, ledger: Ledger) -> frozenset[bytes]:
-        """Names that a lookup finds, but of which no copy is sound."""
-        rows = indexed_rows(recovered.state)
-        names = names_of(recovered.state, rows)
-        return frozenset(names) - self._readable(recovered, rows, names, ledger)
 
     def _check_log(self, machine: SimulatedMachine, ledger: Ledger, expected: Expected) -> int:
         """The state that index and log give is the live one of that moment.
@@ -117,14 +111,17 @@ class Inspector:
             ledger.violate(Violation.NOT_THE_STATE, f"the state at lsn {lsn} is another one")
         return int(index.load().meta.get("checkpoint_lsn", 0))
 
-    def _check_blocks(self, recovered: Recovered, ledger: Ledger, expected: Expected) -> None:
-        """Every block that can be found was put and has its bytes; what must be found is."""
+    def check(self, recovered: Recovered, ledger: Ledger, expected: Expected) -> frozenset[bytes]:
+        """Every block that can be found was put and has its bytes; what must be found is.
+
+        Returns the names that a lookup finds, but of which no copy is sound.
+        """
         state = recovered.state
         rows = indexed_rows(state)
         names = names_of(state, rows)
         if not ledger.payloads.keys() >= set(names):
             ledger.violate(Violation.NEVER_ISSUED, "a block that nobody ever put")
-            return
+            return frozenset()
         sound = self._readable(recovered, rows, names, ledger)
         row_of = dict(zip(names, rows.tolist(), strict=True))
         for name in expected.sealed:
@@ -132,9 +129,10 @@ class Inspector:
             parent_id = 0 if parent is None else int(state.blocks.id[parent])
             if name not in sound or int(state.blocks.parent[row_of[name]]) != parent_id:
                 ledger.violate(Violation.LOST, f"block {name.hex()} was sealed")
-                return
+                break
         if not sound.issuperset(expected.on_disk):
             ledger.violate(Violation.LOST, "a block that the last checkpoint held on disk")
+        return frozenset(names) - sound
 
     def _readable(
         self, recovered: Recovered, rows: I64, names: list[bytes], ledger: Ledger

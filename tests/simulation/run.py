@@ -128,6 +128,7 @@ class _Run:
         self._workers = [Worker(number, self.ledger) for number in range(WORKERS)]
         self._sync_failed = False
         self._must_resume = False
+        self._ended_by: CrashKind = "kill"
 
     def run(self) -> None:
         for life in self.plan.lives:
@@ -183,7 +184,9 @@ class _Run:
             return
         self._recovering = False
         self._looking = True
-        self.ledger.unreadable = self._inspector.unreadable(daemon.recovered, self.ledger)
+        self.ledger.unreadable = self._inspector.check(
+            daemon.recovered, self.ledger, self._expected(self._ended_by)
+        )
         self._looking = False
         for worker in self._workers:
             await worker.connect(daemon, must_resume=self._must_resume)
@@ -262,18 +265,20 @@ class _Run:
                 else:
                     image.close()
 
-    def _inspect(self, image: SimulatedMachine, *, exact: bool) -> Recovered | None:
-        expected = Expected(
+    def _expected(self, kind: CrashKind, *, exact: bool = False) -> Expected:
+        return Expected(
             promise=self.ledger.promise_now,
             durability=self.plan.durability,
-            kind="power",
+            kind=kind,
             keeps_all=self.plan.keeps_all,
             exact=exact,
             lies=self.ledger.device_lies,
             sync_failed=self._sync_failed,
         )
+
+    def _inspect(self, image: SimulatedMachine, *, exact: bool) -> Recovered | None:
         try:
-            return self._inspector.inspect(image, self.ledger, expected)
+            return self._inspector.inspect(image, self.ledger, self._expected("power", exact=exact))
         except InvariantViolation as error:
             self.ledger.violate(Violation.BROKEN, repr(error))
         except (TierkvError, OSError) as error:
@@ -326,6 +331,7 @@ class _Run:
         if damaged or self._sync_failed:
             promise.on_disk = frozenset()
         self.ledger.happened[f"ended by {kind}"] += 1
+        self._ended_by = kind
         self._must_resume = kind == "kill" and kept and not damaged
         if not self._must_resume:
             self._end_leases()

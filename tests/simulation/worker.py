@@ -175,6 +175,10 @@ class Worker:
 
     async def grow(self, local: int, tokens: list[int]) -> bool:
         """Write on until the sequence holds ``tokens``, sealing what is full."""
+        return await self.write(local, tokens) and await self.seal(local)
+
+    async def write(self, local: int, tokens: list[int]) -> bool:
+        """Write on until the sequence holds ``tokens``; what is full is not sealed yet."""
         sequence = self.sequences[local]
         written = len(sequence.tokens)
         if not await self._table(local, m.Reserve(local, written, len(tokens))):
@@ -183,7 +187,7 @@ class Worker:
         for position in range(written, len(tokens)):
             self._write(sequence, position, tokens)
         sequence.tokens = list(tokens)
-        return await self._seal(local)
+        return True
 
     async def release(self, local: int) -> None:
         """End a sequence."""
@@ -192,7 +196,8 @@ class Worker:
         self.sequences.pop(local, None)
         self.uncertain.discard(local)
 
-    async def _seal(self, local: int) -> bool:
+    async def seal(self, local: int) -> bool:
+        """Name the blocks that are full."""
         sequence = self.sequences[local]
         chain = names(tuple(sequence.tokens))
         first = sequence.sealed
