@@ -300,6 +300,8 @@ def _import_everything() -> None:
             )
             if serve(config, ours) or _ended(pid):
                 raise RuntimeError((folder / "w").read_text())
+        # An existing store takes other ways than a new one.
+        _findings(config)
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ PATHS = {
     "/state/wal/next.tmp": ("openat", "fallocate", "pwrite64", "fdatasync", "rename"),
     "/state/wal": ("fsync",),
     "/state/index/data.mdb": ("writev", "pwrite64", "fdatasync"),
-    "/data/00-00000000.seg": ("fdatasync",),
-    "/data/00-00000002.seg.tmp": ("openat", "fallocate", "fdatasync", "rename"),
+    "/data/4096x8-00000000.seg": ("fdatasync",),
+    "/data/4096x8-00000002.seg.tmp": ("openat", "fallocate", "fdatasync", "rename"),
     "/data": ("fsync",),
 }
 """What the sweep of a restart must contain, or the script no longer does what it should."""

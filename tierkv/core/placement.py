@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tierkv.core.arrays import distinct
 from tierkv.core.counters import GONE, Counters
 from tierkv.core.doubt import Doubt
 from tierkv.core.effects import Check, Flow, Move, Moved, Signal, Wait
@@ -223,8 +224,8 @@ class Placement:
         self.forget(tier, rows)
         self.commit(records)
         if tier is not Tier.DISK and for_pool is not None:
-            for pool in np.unique(pools[pools != for_pool]):
-                self.tables.punch(tier, int(pool), slots[pools == pool])
+            for pool in distinct(pools[pools != for_pool]).tolist():
+                self.tables.punch(tier, pool, slots[pools == pool])
 
     def forget(self, tier: Tier, rows: I64) -> None:
         """Copies of these rows are about to be logged as gone. Mutates."""

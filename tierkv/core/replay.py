@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierkv.core.arrays import first_of_runs, runs, take
+from tierkv.core.arrays import distinct, first_of_runs, numbered, runs, take
 from tierkv.core.blocks import INDEXED, SEALED, Blocks
 from tierkv.core.ids import I64, NO_SLOT, U8, U32, Bool, Tier, lease_of
 from tierkv.core.records import Kind, Records, pushed_rows
@@ -53,6 +53,18 @@ def replay(state: State, records: Records) -> None:
     # First of all: beside records of a newer version those that we know may look like damage.
     strange = np.flatnonzero(~np.isin(records["type"], list(Kind)))
     state.apply(take(records, strange))
+    start = 0
+    # What a fence keeps follows from the state at that very moment. There are few of them.
+    for fence in np.flatnonzero(records["type"] == Kind.SEQ_FENCE).tolist():
+        _replay_at_once(state, records[start:fence])
+        state.apply(records[fence : fence + 1])
+        start = fence + 1
+    _replay_at_once(state, records[start:])
+
+
+def _replay_at_once(state: State, records: Records) -> None:
+    if not len(records):
+        return
     blocks = state.blocks
     of_blocks = _select(records, _OF_BLOCKS)
     if len(of_blocks):
@@ -80,7 +92,7 @@ def _replay_tables(state: State, records: Records) -> None:
     """Leases, namespaces, epochs as ``apply`` has them; tables of sequences that are left."""
     kinds = records["type"]
     at = _select(records, _OF_TABLES)
-    names, which = np.unique(records["id"][at], return_inverse=True)
+    names, which = numbered(records["id"][at])
     ended_at = _ends(records, at, names, which)
     opened = np.zeros(len(names), np.bool_)
     opened[which[kinds[at] == Kind.SEQ_OPEN]] = True
@@ -313,7 +325,7 @@ def _slots_by_pool(
     """The slots of copies in changed rows, pool by pool."""
     rows = np.flatnonzero(changed & (blocks.slot[tier] != NO_SLOT))
     pools = state.pools_of(blocks.namespace[rows])
-    for pool in np.unique(pools).tolist():
+    for pool in distinct(pools).tolist():
         yield pool, blocks.slot[tier][rows[pools == pool]].astype(np.int64)
 
 

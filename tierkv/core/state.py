@@ -203,8 +203,8 @@ class State:
         if (pools == pools[0]).all():
             yield int(pools[0]), rows
             return
-        for pool in np.unique(pools):
-            yield int(pool), rows[pools == pool]
+        for pool in distinct(pools).tolist():
+            yield pool, rows[pools == pool]
 
     def writable(self, sequence: Sequence) -> Bool:
         """Which of the sequence's blocks its worker may write into, shape [n]."""
@@ -545,5 +545,5 @@ def _by_tier(records: Records) -> Iterator[tuple[Tier, Bool | slice]]:
     if (tiers == first).all():
         yield Tier(first), slice(None)
         return
-    for tier in np.unique(tiers).tolist():
+    for tier in distinct(tiers).tolist():
         yield Tier(tier), tiers == tier

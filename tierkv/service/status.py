@@ -12,6 +12,7 @@ from tierkv_wal import WalWriter
 
 from tierkv import __version__
 from tierkv.config.schema import Config
+from tierkv.core.arrays import distinct
 from tierkv.core.ids import Tier
 from tierkv.core.state import State
 from tierkv.obs.status import (
@@ -116,7 +117,7 @@ class StatusReader:
 
 def _fenced_blocks(state: State) -> int:
     tables = [one.rows for one in state.sequences.values() if one.fenced]
-    return len(np.unique(np.concatenate(tables))) if tables else 0
+    return len(distinct(np.concatenate(tables))) if tables else 0
 
 
 def _recovery(report: RecoveryReport, arenas: Mapping[Tier, Arena]) -> RecoveryStatus:

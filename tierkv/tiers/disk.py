@@ -36,6 +36,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tierkv.core.arrays import distinct
 from tierkv.core.ids import I64, U8, U32, U64, Bool
 from tierkv.core.spec import PAGE
 from tierkv.core.state import PoolShape
@@ -367,7 +368,7 @@ class DiskTier:
         readable = np.ones(len(slots), np.bool_)
         view = pages.reshape(-1).data
         segments, places = np.divmod(slots.astype(np.int64), width)
-        for segment in np.unique(segments).tolist():
+        for segment in distinct(segments).tolist():
             members = np.flatnonzero(segments == segment)
             members = members[np.argsort(places[members])]
             try:

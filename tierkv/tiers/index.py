@@ -1,7 +1,8 @@
 """The checkpoint of all metadata, in LMDB: one transaction holds one checkpoint.
 
-Five databases. Every value ends in xxh3_64 over key and value (little-endian u8), because LMDB has
-no checksums of its own:
+Five databases. Every value ends in xxh3_64 over the database's name, key and value (little-endian
+u8), because LMDB has no checksums of its own, and a page that was not written may leave another
+database's in its place:
 
     blocks      chunk u4 (BE)        -> the values of rows 63 * chunk .. 63 * chunk + 62
     sequences   sequence id u8 (BE)  -> bytes
@@ -35,12 +36,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tierkv.core.arrays import distinct, take
+from tierkv.core.arrays import distinct, first_of_runs, take
 from tierkv.core.blocks import VALUE
 from tierkv.core.ids import I64, U32
 from tierkv.errors import CorruptionError, TierFailed, TierFull, require
 from tierkv.tiers.linux import sync_directory
 
+_BLOCKS = "blocks"
+_META = "meta"
 _CHECK_BYTES = 8
 _PAGE_BYTES = 4096
 _PAGE_HEADER_BYTES = 16
@@ -128,12 +131,12 @@ class Index:
                 lib_version=0,
             )
             self._env.reader_check()
-            self._blocks = self._env.open_db(b"blocks")
+            self._blocks = self._env.open_db(_BLOCKS.encode())
             self._named = {
                 name: self._env.open_db(name.encode())
                 for name in ("sequences", "leases", "namespaces")
             }
-            self._meta = self._env.open_db(b"meta")
+            self._meta = self._env.open_db(_META.encode())
             if fresh:
                 # LMDB syncs its file, but not the directories that name it.
                 sync_directory(path)
@@ -185,10 +188,10 @@ class Index:
         rows = (chunks[live // _CHUNK_ROWS] * _CHUNK_ROWS + live % _CHUNK_ROWS).astype(np.uint32)
         tables: dict[str, dict[int, bytes]] = {}
         for name, items in named.items():
-            sound = {key: value[:-_CHECK_BYTES] for key, value in items if _is_sound(key, value)}
+            sound = _sound(name, items)
             bad += len(items) - len(sound)
             tables[name] = {int.from_bytes(key, "big"): value for key, value in sound.items()}
-        sound_meta = {key: value[:-_CHECK_BYTES] for key, value in meta if _is_sound(key, value)}
+        sound_meta = _sound(_META, meta)
         return IndexContents(
             rows=rows,
             values=take(table, live),
@@ -219,12 +222,12 @@ class Index:
             self._commit_rows(txn, changes)
             for name, table in tables.items():
                 keyed = {key.to_bytes(_NAME_BYTES, "big"): table[key] for key in sorted(table)}
-                _apply(txn, self._named[name], keyed)
+                _apply(txn, name, self._named[name], keyed)
             meta = {name.encode(): value for name, value in changes.meta.items()}
             encoded = {
                 key: None if value is None else _encode_meta(value) for key, value in meta.items()
             }
-            _apply(txn, self._meta, encoded)
+            _apply(txn, _META, self._meta, encoded)
 
     def _commit_rows(self, txn: lmdb.Transaction[bytes], changes: IndexChanges) -> None:
         """Rewrite the chunks that have changed rows."""
@@ -234,7 +237,8 @@ class Index:
         values[len(changes.deleted_rows) :] = changes.values
         order = np.argsort(rows // _CHUNK_ROWS, kind="stable")
         rows, values = rows[order], values[order]
-        chunks, starts = np.unique(rows // _CHUNK_ROWS, return_index=True)
+        starts = np.flatnonzero(first_of_runs(rows // _CHUNK_ROWS))
+        chunks = rows[starts] // _CHUNK_ROWS
         ends = np.append(starts[1:], len(rows))
         cursor = txn.cursor(self._blocks)
         for at in range(0, len(chunks), _CHUNKS_AT_ONCE):
@@ -287,22 +291,31 @@ def _estimate(changes: IndexChanges) -> int:
     return 2 * ((chunks + sum(map(len, small))) * _ENTRY_COST_BYTES + payload)
 
 
-def _check(key: bytes, value: bytes) -> bytes:
-    return xxhash.xxh3_64_intdigest(key + value).to_bytes(_CHECK_BYTES, "little")
+def _check(name: str, key: bytes, value: bytes) -> bytes:
+    covered = name.encode() + key + value
+    return xxhash.xxh3_64_intdigest(covered).to_bytes(_CHECK_BYTES, "little")
 
 
-def _is_sound(key: bytes, stored: bytes) -> bool:
-    return stored[-_CHECK_BYTES:] == _check(key, stored[:-_CHECK_BYTES])
+def _is_sound(name: str, key: bytes, stored: bytes) -> bool:
+    return stored[-_CHECK_BYTES:] == _check(name, key, stored[:-_CHECK_BYTES])
+
+
+def _sound(name: str, items: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """Keys and values of the entries whose checks hold."""
+    return {key: value[:-_CHECK_BYTES] for key, value in items if _is_sound(name, key, value)}
 
 
 def _apply(
-    txn: lmdb.Transaction[bytes], db: lmdb._Database, changes: Mapping[bytes, bytes | None]
+    txn: lmdb.Transaction[bytes],
+    name: str,
+    db: lmdb._Database,
+    changes: Mapping[bytes, bytes | None],
 ) -> None:
     for key, value in changes.items():
         if value is None:
             txn.delete(key, db=db)
         else:
-            txn.put(key, value + _check(key, value), db=db)
+            txn.put(key, value + _check(name, key, value), db=db)
 
 
 def _encode_meta(value: int | bytes) -> bytes:
@@ -327,7 +340,7 @@ def _encode_chunks(chunks: I64, table: Values) -> list[tuple[bytes, bytes]]:
     data = table.tobytes()
     parts = (data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES))
     keyed = zip(_chunk_keys(chunks), parts, strict=True)
-    return [(key, part + _check(key, part)) for key, part in keyed]
+    return [(key, part + _check(_BLOCKS, key, part)) for key, part in keyed]
 
 
 def _decode_chunks(keys: list[bytes], parts: list[bytes]) -> tuple[I64, Values, int]:
@@ -335,7 +348,7 @@ def _decode_chunks(keys: list[bytes], parts: list[bytes]) -> tuple[I64, Values, 
     sound = [
         len(key) == _CHUNK_KEY_BYTES
         and len(part) == _CHUNK_BYTES + _CHECK_BYTES
-        and _is_sound(key, part)
+        and _is_sound(_BLOCKS, key, part)
         for key, part in zip(keys, parts, strict=True)
     ]
     data = b"".join([part[:-_CHECK_BYTES] for part in compress(parts, sound)])
