@@ -383,7 +383,7 @@ MUTANTS = (
         "tierkv.core.placement",
         "        sound = result.ok & self._sums_agree(source, rows, result)\n",
         "        sound = result.ok\n",
-        Tests(("tests/core", "tests/recovery")),
+        Tests(("tests/recovery/test_lost_tail.py",)),
     ),
     _one(
         "RAM slots trusted without their slot table",
@@ -404,7 +404,7 @@ MUTANTS = (
         "tierkv.service.assembly",
         "    placement.doubt.mark(unverified_rows(state))\n",
         "",
-        Tests(("tests/crash/test_restart.py",)),
+        Tests(("tests/simulation/test_memory_that_rots.py",)),
     ),
     _one(
         "entry of a slot stays while its payload is overwritten",
@@ -462,7 +462,7 @@ MUTANTS = (
         RECOVERY,
         "            _drop_stale_copies(state, sequence)\n",
         "            pass\n",
-        Tests(("tests/recovery",)),
+        Tests(("tests/recovery/test_open_blocks.py",)),
     ),
     _one(
         "leases outlive the memory they name",
