@@ -32,8 +32,7 @@ bench: $(READY)
 
 # As long as asked: make soak MINUTES=60
 soak: $(READY)
-	$(BIN)/tierkv torture --minutes $(MINUTES)
-	# (the long modes of the crash tests belong here)
+	PYTHONPATH=.:wal:kernels $(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 $(READY): Makefile pyproject.toml requirements/dev.lock
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \

@@ -458,6 +458,13 @@ MUTANTS = (
         Simulated("kill", dies_by="kill"),
     ),
     _one(
+        "slots of a worker that was not told are given away",
+        "tierkv.core.planner",
+        '        records["type"][fenced] = Kind.SEQ_FENCE\n',
+        "",
+        Tests(("tests/core/test_random_work.py",)),
+    ),
+    _one(
         "copies of open blocks in lower tiers are kept",
         RECOVERY,
         "            _drop_stale_copies(state, sequence)\n",
@@ -469,7 +476,7 @@ MUTANTS = (
         RECOVERY,
         "        if device_kept and machine.is_alive(",
         "        if machine.is_alive(",
-        Simulated("power"),
+        Tests(("tests/recovery/test_lost_tail.py",)),
     ),
 )
 
