@@ -10,7 +10,7 @@ from tierkv.core.effects import Move
 from tierkv.core.ids import Tier
 from tierkv.core.invariants import check_invariants
 from tierkv.core.records import Kind, blank
-from tierkv.service.recovery import _drop_stale_copies
+from tierkv.service.undo import _drop_stale_copies
 
 TOKENS = list(range(1000, 1040))
 OTHERS = list(range(2000, 2040))

@@ -58,6 +58,7 @@ READER = "tierkv_wal.reader"
 JOURNAL = "tierkv.service.journal"
 CHECKPOINT = "tierkv.service.checkpoint"
 RECOVERY = "tierkv.service.recovery"
+UNDO = "tierkv.service.undo"
 MOVER = "tierkv.tiers.mover"
 DISK = "tierkv.tiers.disk"
 SEGMENTS = "tierkv.tiers.segments"
@@ -387,7 +388,7 @@ MUTANTS = (
     ),
     _one(
         "RAM slots trusted without their slot table",
-        RECOVERY,
+        UNDO,
         "    good[chosen] = agrees & (same_sum | ~sealed)\n",
         "    good[chosen] = True\n",
         Tests(("tests/recovery/test_slot_entries.py",)),
@@ -466,14 +467,14 @@ MUTANTS = (
     ),
     _one(
         "copies of open blocks in lower tiers are kept",
-        RECOVERY,
+        UNDO,
         "            _drop_stale_copies(state, sequence)\n",
         "            pass\n",
         Tests(("tests/recovery/test_open_blocks.py",)),
     ),
     _one(
         "leases outlive the memory they name",
-        RECOVERY,
+        UNDO,
         "        if device_kept and machine.is_alive(",
         "        if machine.is_alive(",
         Tests(("tests/recovery/test_lost_tail.py",)),

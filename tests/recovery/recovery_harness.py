@@ -28,7 +28,8 @@ from tierkv.core.records import Kind, blank
 from tierkv.core.spec import KVSpec
 from tierkv.core.state import PoolShape, State
 from tierkv.service.process import start_time
-from tierkv.service.recovery import Recovered, recover, unverified_rows
+from tierkv.service.recovered import Recovered
+from tierkv.service.recovery import recover, unverified_rows
 from tierkv.service.snapshot import index_changes
 from tierkv.service.store import StateDirectory
 from tierkv.tiers.entry import checksum, split_hashes

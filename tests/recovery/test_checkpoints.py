@@ -18,7 +18,8 @@ from tierkv.errors import TierFailed
 from tierkv.service.checkpoint import DIRTY_ROWS_MAX, Checkpointer
 from tierkv.service.journal import Journal
 from tierkv.service.machine import RealMachine
-from tierkv.service.recovery import Site, load
+from tierkv.service.recovery import load
+from tierkv.service.site import Site
 
 pytestmark = pytest.mark.asyncio
 

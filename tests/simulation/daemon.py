@@ -19,7 +19,8 @@ from tierkv.errors import TierFailed, TierFull, TierkvError
 from tierkv.rpc import messages as m
 from tierkv.service.assembly import Parts, assemble
 from tierkv.service.lifecycle import DaemonState, Lifecycle
-from tierkv.service.recovery import Recovered, recover
+from tierkv.service.recovered import Recovered
+from tierkv.service.recovery import recover
 from tierkv.service.sessions import Sessions
 from tierkv.service.store import StateDirectory
 from tierkv.tiers.index import IndexChanges

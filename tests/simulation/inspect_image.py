@@ -12,7 +12,9 @@ from tests.simulation.machine import STATE_DIR, CrashKind, SimulatedMachine
 from tierkv.config import schema
 from tierkv.core.ids import I64, U8, U32, U64, Bool, Tier
 from tierkv.core.state import PoolShape
-from tierkv.service.recovery import Recovered, Site, load
+from tierkv.service.recovered import Recovered
+from tierkv.service.recovery import load
+from tierkv.service.site import Site
 from tierkv.service.store import StateDirectory
 from tierkv.tiers.copy import verify_blocks
 from tierkv.tiers.sizes import slot_bytes

@@ -15,7 +15,7 @@ import numpy as np
 from tierkv.core.blocks import INDEXED
 from tierkv.core.ids import I64, Tier
 from tierkv.core.state import State
-from tierkv.service.recovery import Recovered
+from tierkv.service.recovered import Recovered
 
 
 class Violation(Enum):

@@ -31,7 +31,7 @@ from tierkv.core.ids import Tier
 from tierkv.core.state import PoolShape
 from tierkv.errors import InvariantViolation, TierkvError
 from tierkv.rpc import messages as m
-from tierkv.service.recovery import Recovered
+from tierkv.service.recovered import Recovered
 from tierkv.tiers import copy
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.sizes import slot_bytes

@@ -20,7 +20,8 @@ from tierkv.service.engine import Engine
 from tierkv.service.journal import Journal
 from tierkv.service.leases import Leases
 from tierkv.service.namespaces import Namespaces
-from tierkv.service.recovery import Recovered, unverified_rows
+from tierkv.service.recovered import Recovered
+from tierkv.service.recovery import unverified_rows
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.mover import Mover

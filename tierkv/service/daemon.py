@@ -35,7 +35,8 @@ from tierkv.service.fd_store import FdStore
 from tierkv.service.last_status import write_last_status
 from tierkv.service.lifecycle import DaemonState, Lifecycle
 from tierkv.service.machine import Machine, RealMachine
-from tierkv.service.recovery import Recovered, recover
+from tierkv.service.recovered import Recovered
+from tierkv.service.recovery import recover
 from tierkv.service.sessions import Sessions
 from tierkv.service.status import StatusReader
 from tierkv.service.store import StateDirectory

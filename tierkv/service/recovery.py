@@ -12,33 +12,31 @@ damaged or contradicted by the log is made anew from what the slots say of thems
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
-from msgspec.structs import replace
-from tierkv_wal import EndKind, Frame, WalError, WalReader, WalVersion, WalWriter
+from tierkv_wal import EndKind, Frame, WalError, WalReader, WalVersion
 
 from tierkv.config.schema import Config
-from tierkv.core.ids import I64, RAM_TIERS, U8, Bool, Tier
+from tierkv.core.ids import I64, RAM_TIERS, U8, Tier
 from tierkv.core.invariants import check_invariants
-from tierkv.core.records import RECORD, Kind, blank, of_copies
+from tierkv.core.records import RECORD
 from tierkv.core.replay import replay
-from tierkv.core.restart_order import restart_order
-from tierkv.core.state import Sequence, State
+from tierkv.core.state import State
 from tierkv.errors import ConfigError, CorruptionError, InvariantViolation
 from tierkv.service.machine import CheckpointIndex, Machine, RealMachine
 from tierkv.service.rebuild import FoundCopies, LastWords, read_arena, read_disk, rebuild
+from tierkv.service.recovered import Recovered, RecoveryReport
+from tierkv.service.site import Site, budgets_of, open_site
 from tierkv.service.snapshot import index_changes, restore
-from tierkv.service.store import StateDirectory, StoreFormat, new_store
+from tierkv.service.store import StateDirectory
+from tierkv.service.undo import CheckCopies, drop_damaged, reopen, undo
 from tierkv.tiers.arena import Arena
-from tierkv.tiers.copy import check_entries
-from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.sizes import slot_bytes
-from tierkv.tiers.tables import ArenaTables
 
 log = logging.getLogger(__name__)
 
@@ -50,108 +48,6 @@ LOG_SUFFIX = ".wal"
 RECORDS_AT_ONCE = 1 << 20
 """Records of the log that are replayed together: what gathers between two checkpoints, unless one
 failed. Bounds the memory that takes, a few hundred MiB."""
-
-
-@dataclass
-class TierReport:
-    """Copies of one tier that outlived the daemon, and those that did not."""
-
-    kept: int = 0
-    dropped: int = 0
-
-
-@dataclass
-class RecoveryReport:
-    """What a start found. ``blocks``: in the state now; ``dropped_blocks``: no copy was left.
-
-    ``rebuilt`` says why the index had to be made anew from slot entries, if it had to.
-    """
-
-    duration_s: float = 0.0
-    records: int = 0
-    blocks: int = 0
-    dropped_blocks: int = 0
-    leases_kept: int = 0
-    leases_closed: int = 0
-    wal_end: str = "clean"
-    rebuilt: str = ""
-    quarantined: list[str] = field(default_factory=list)
-    tiers: dict[Tier, TierReport] = field(
-        default_factory=lambda: {tier: TierReport() for tier in Tier}
-    )
-
-
-@dataclass
-class Recovered:
-    """Everything the daemon is built on."""
-
-    state: State
-    specs: dict[int, bytes]
-    index: CheckpointIndex
-    writer: WalWriter
-    arenas: dict[Tier, Arena]
-    disk: DiskTier | None
-    checkpoint_lsn: int
-    report: RecoveryReport
-
-    def close(self) -> None:
-        """Close all files; the last call."""
-        self.writer.close()
-        if self.disk is not None:
-            self.disk.close()
-        self.index.close()
-        for arena in self.arenas.values():
-            arena.close()
-
-
-def budgets_of(config: Config) -> dict[Tier, int]:
-    """The tiers' budgets, bytes."""
-    return {
-        Tier.DEVICE: config.device.bytes,
-        Tier.HOST: config.host.bytes,
-        Tier.DISK: config.disk.bytes,
-    }
-
-
-CheckCopies = Callable[[State, DiskTier, int, I64], Bool]
-"""``check(state, disk, pool, rows)``: which of the rows' copies on disk are sound, shape [n]."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where a store is recovered.
-
-    ``is_new``: its FORMAT was made just now. ``progress`` is told what goes on.
-    """
-
-    config: Config
-    directory: StateDirectory
-    stored: StoreFormat
-    is_new: bool
-    machine: Machine
-    progress: Callable[[str], None]
-
-    def open_index(self) -> CheckpointIndex:
-        """Open or make the index. Raises CorruptionError, TierFailed."""
-        return self.machine.open_index(self.directory.index, self.config.index.map_bytes)
-
-    def open_log(self, after_lsn: int | None) -> WalReader:
-        """A reader of the log behind ``after_lsn``; None: of all there is."""
-        path, uuid = str(self.directory.wal), self.stored.store_uuid
-        return WalReader(self.machine.storage, path, uuid, after_lsn)
-
-    def open_disk(self) -> DiskTier | None:
-        """The disk tier, without pools, or None if there is none. Raises TierFull, TierFailed."""
-        disk, stored = self.config.disk, self.stored
-        if not disk.bytes:
-            return None
-        storage = self.machine.storage
-        return DiskTier(disk.dir, disk.bytes, stored.disk_segment_bytes, stored.store_uuid, storage)
-
-    def open_arena(self, tier: Tier) -> Arena:
-        """A RAM tier's arena, without pools. Raises TierFull, TierFailed."""
-        folder, uuid = Path(self.config.arena.dir), self.stored.store_uuid
-        return self.machine.open_arena(folder, tier.label, budgets_of(self.config)[tier], uuid)
 
 
 def recover(
@@ -263,8 +159,8 @@ def _require_new(site: Site) -> None:
     used = any(name.endswith(LOG_SUFFIX) for name in storage.listdir(str(directory.wal)))
     disk = site.open_disk()
     if disk is not None:
-        used |= bool(disk.shapes())
-        disk.close()
+        with contextlib.closing(disk):
+            used |= bool(disk.shapes())
     if used:
         raise CorruptionError(
             f"the index {directory.index} is empty, though there are log segments or blocks on "
@@ -287,13 +183,14 @@ def rescue(site: Site, index: CheckpointIndex) -> Loaded:
     found = FoundCopies()
     budgets = budgets_of(site.config)
     if budgets[Tier.HOST]:
-        arena = site.open_arena(Tier.HOST)
-        read_arena(found, arena, Tier.HOST)
-        arena.close()
+        with contextlib.closing(site.open_arena(Tier.HOST)) as arena:
+            read_arena(found, arena, Tier.HOST)
     disk = site.open_disk()
     if disk is not None:
-        read_disk(found, disk, lambda at, of: site.progress(f"reading slot headers, {at} of {of}"))
-        disk.close()
+        with contextlib.closing(disk):
+            read_disk(
+                found, disk, lambda at, of: site.progress(f"reading slot headers, {at} of {of}")
+            )
     rebuilt = rebuild(found.all(), found.shapes, words)
     state = State(budgets, slot_bytes)
     for records in rebuilt.records:
@@ -318,12 +215,12 @@ def _recover_by(
     report: RecoveryReport,
     check_disk: CheckCopies | None,
 ) -> Recovered:
-    index = site.open_index()
-    try:
-        return _go_on(find(site, index), site, index, report, check_disk)
-    except BaseException:
-        index.close()
-        raise
+    with contextlib.ExitStack() as opened:
+        index = site.open_index()
+        opened.callback(index.close)
+        recovered = _go_on(find(site, index), site, index, report, check_disk, opened)
+        opened.pop_all()
+    return recovered
 
 
 def _go_on(
@@ -332,8 +229,12 @@ def _go_on(
     index: CheckpointIndex,
     report: RecoveryReport,
     check_disk: CheckCopies | None,
+    opened: contextlib.ExitStack,
 ) -> Recovered:
-    """From what was found to what can serve, with a new checkpoint and a new log segment."""
+    """From what was found to what can serve, with a new checkpoint and a new log segment.
+
+    What it opens is also in ``opened``.
+    """
     state, reader, config = loaded.state, loaded.reader, site.config
     report.records = loaded.records
     if reader.end.kind is not EndKind.CLEAN:
@@ -344,12 +245,14 @@ def _go_on(
     before = len(state.live_rows())
     if not loaded.complete and state.leases:
         log.warning("the log lacks some of what workers were told: their leases end")
-    arenas = _open_arenas(site, state, keep_device=loaded.complete)
-    disk = open_disk(site, state)
+    arenas = _open_arenas(site, state, opened, keep_device=loaded.complete)
+    disk = site.open_disk(state.pools)
+    if disk is not None:
+        opened.callback(disk.close)
     if disk is not None and check_disk is not None:
-        _drop_damaged(state, disk, budgets, check_disk)
-    _undo(state, budgets, arenas, report, site.machine)
-    _reopen(state, arenas)
+        drop_damaged(state, disk, budgets, check_disk)
+    undo(state, budgets, arenas, report, site.machine)
+    reopen(state, arenas)
     state.resize(budgets)
     state.reindex()
     check_invariants(state)
@@ -368,6 +271,7 @@ def _go_on(
         writer = reader.salvage(state.epoch, str(site.directory.quarantine), segment_bytes)
     else:
         writer = reader.writer(state.epoch, segment_bytes)
+    opened.callback(writer.close)
     try:
         writer.forget(lsn)
     except OSError as error:
@@ -375,50 +279,9 @@ def _go_on(
     return Recovered(state, loaded.specs, index, writer, arenas, disk, lsn, report)
 
 
-def open_site(
-    config: Config,
-    directory: StateDirectory,
-    progress: Callable[[str], None],
-    machine: Machine,
-) -> Site:
-    """Read or make the store's FORMAT. Raises CorruptionError, ConfigError, OSError."""
-    is_new = directory.read_format() is None
-    stored = _open_format(config, directory)
-    return Site(config, directory, stored, is_new, machine, progress)
-
-
-def _open_format(config: Config, directory: StateDirectory) -> StoreFormat:
-    stored = directory.read_format()
-    if stored is None:
-        stored = _fresh_format(config)
-        directory.write_format(stored)
-    if config.disk.bytes and stored.disk_segment_bytes != config.disk.segment_bytes:
-        log.info(
-            "disk.segment_bytes is %d, but this store keeps the %d bytes it was made with",
-            config.disk.segment_bytes,
-            stored.disk_segment_bytes,
-        )
-    current = replace(
-        stored,
-        device_bytes=config.device.bytes,
-        host_bytes=config.host.bytes,
-        disk_bytes=config.disk.bytes,
-    )
-    if current != stored:
-        directory.write_format(current)
-    return current
-
-
-def _fresh_format(config: Config) -> StoreFormat:
-    return new_store(
-        disk_segment_bytes=config.disk.segment_bytes,
-        device_bytes=config.device.bytes,
-        host_bytes=config.host.bytes,
-        disk_bytes=config.disk.bytes,
-    )
-
-
-def _open_arenas(site: Site, state: State, *, keep_device: bool) -> dict[Tier, Arena]:
+def _open_arenas(
+    site: Site, state: State, opened: contextlib.ExitStack, *, keep_device: bool
+) -> dict[Tier, Arena]:
     """The RAM tiers' arenas, those of the last daemon where they may be trusted.
 
     Without ``keep_device`` the device arena is a new one: workers of the last daemon may still
@@ -428,153 +291,11 @@ def _open_arenas(site: Site, state: State, *, keep_device: bool) -> dict[Tier, A
     budgets = budgets_of(site.config)
     for tier in RAM_TIERS:
         if not budgets[tier] or (tier is Tier.DEVICE and not keep_device):
-            site.machine.forget_arena(Path(site.config.arena.dir), tier.label)
+            site.forget_arena(tier)
         if budgets[tier]:
-            arenas[tier] = site.open_arena(tier)
-            for pool, shape in enumerate(state.pools):
-                arenas[tier].add_pool(pool, shape.block_bytes, shape.block_tokens)
+            arenas[tier] = site.open_arena(tier, state.pools)
+            opened.callback(arenas[tier].close)
     return arenas
-
-
-def open_disk(site: Site, state: State) -> DiskTier | None:
-    """The disk tier with the state's pools, or None. Raises TierFull, TierFailed."""
-    disk = site.open_disk()
-    if disk is not None:
-        for pool, shape in enumerate(state.pools):
-            disk.add_pool(pool, shape.block_bytes, shape.block_tokens)
-    return disk
-
-
-# --- undo: what must not survive ------------------------------------------------------------------
-
-
-def _drop_damaged(
-    state: State, disk: DiskTier, budgets: dict[Tier, int], check_disk: CheckCopies
-) -> None:
-    """Drop copies on disk that are not sound. Their slots are free again: a rewrite heals them."""
-    for pool, members in list(state.by_pool(state.rows_in(Tier.DISK))):
-        slots = state.blocks.slot[Tier.DISK][members].astype(np.int64)
-        there = members[slots < budgets[Tier.DISK] // state.slot_bytes(Tier.DISK, pool)]
-        _drop_copies(state, Tier.DISK, there[~check_disk(state, disk, pool, there)])
-
-
-def _undo(
-    state: State,
-    budgets: dict[Tier, int],
-    arenas: dict[Tier, Arena],
-    report: RecoveryReport,
-    machine: Machine,
-) -> None:
-    """Bring the state in line with what is really there. Mutates the state."""
-    device = arenas.get(Tier.DEVICE)
-    device_kept = device is not None and device.adopted
-    for lease in list(state.leases.values()):
-        if device_kept and machine.is_alive(lease.pid, lease.start_time):
-            report.leases_kept += 1
-            continue
-        report.leases_closed += 1
-        closed = blank(1, Kind.LEASE_CLOSE)
-        closed["key"] = lease.id
-        state.apply(closed)
-    for tier in Tier:
-        _drop_lost_copies(state, tier, budgets, arenas, report)
-    for sequence in list(state.sequences.values()):
-        lost = np.flatnonzero(~state.blocks.has_any_copy(sequence.rows))
-        if len(lost) and state.writable(sequence).any():
-            # It is lost to its worker, who may be writing into the rest of it right now.
-            fenced = blank(1, Kind.SEQ_FENCE)
-            fenced["id"] = sequence.id
-            state.apply(fenced)
-        elif len(lost):
-            cut = blank(1, Kind.SEQ_TRUNCATE)
-            cut["id"], cut["loc"] = sequence.id, lost[0]
-            state.apply(cut)
-        if not sequence.suspended:
-            _drop_stale_copies(state, sequence)
-        if not sequence.suspended and not state.blocks.has_copy(sequence.rows, Tier.DEVICE).all():
-            # It died while blocks were coming up; its worker asks again.
-            suspended = blank(1, Kind.SEQ_SUSPEND)
-            suspended["id"] = sequence.id
-            state.apply(suspended)
-
-
-def _reopen(state: State, arenas: dict[Tier, Arena]) -> None:
-    """Name unsealed blocks in their entries, without checksum: their workers write on in them."""
-    rows = state.live_rows()
-    rows = rows[~state.blocks.is_sealed(rows)]
-    rows = rows[(state.blocks.active[rows] > 0) & state.blocks.has_copy(rows, Tier.DEVICE)]
-    for pool, members in state.by_pool(rows):
-        slots = state.blocks.slot[Tier.DEVICE][members].astype(np.int64)
-        ArenaTables(arenas).open(Tier.DEVICE, pool, slots, state.blocks.id[members])
-
-
-def _drop_stale_copies(state: State, sequence: Sequence) -> None:
-    """A worker may have written on in unsealed blocks: only their device copies count."""
-    rows = sequence.rows
-    rows = rows[~state.blocks.is_sealed(rows)]
-    rows = rows[state.blocks.has_copy(rows, Tier.DEVICE)]
-    for tier in (Tier.HOST, Tier.DISK):
-        _drop_copies(state, tier, rows[state.blocks.has_copy(rows, tier)])
-
-
-def _drop_lost_copies(
-    state: State,
-    tier: Tier,
-    budgets: dict[Tier, int],
-    arenas: dict[Tier, Arena],
-    report: RecoveryReport,
-) -> None:
-    rows = state.rows_in(tier)
-    before = len(rows)
-    for pool, members in list(state.by_pool(rows)):
-        slots = state.blocks.slot[tier][members].astype(np.int64)
-        sound = slots < budgets[tier] // state.slot_bytes(tier, pool)
-        if tier is not Tier.DISK:
-            sound &= _entries_agree(state, tier, arenas.get(tier), pool, members, sound)
-        _drop_copies(state, tier, members[~sound])
-    _drop_copies(state, tier, _over_budget(state, tier, budgets[tier]))
-    report.tiers[tier].kept = len(state.rows_in(tier))
-    report.tiers[tier].dropped = before - report.tiers[tier].kept
-
-
-def _over_budget(state: State, tier: Tier, budget: int) -> I64:
-    """Rows to drop so that the pools together keep to a budget that was lowered: oldest first."""
-    if state.used_bytes(tier) <= budget:
-        return np.zeros(0, np.int64)
-    rows = state.rows_in(tier)
-    rows = rows[restart_order(state.blocks, rows)]
-    freed = np.cumsum(state.slot_bytes_of(tier, rows))
-    excess = state.used_bytes(tier) - budget
-    return rows[: int(np.searchsorted(freed, excess)) + 1]
-
-
-def _drop_copies(state: State, tier: Tier, rows: I64) -> None:
-    blocks = state.blocks
-    state.apply(of_copies(Kind.DROP, tier, rows, blocks.id[rows], blocks.slot[tier][rows]))
-
-
-def _entries_agree(
-    state: State, tier: Tier, arena: Arena | None, pool: int, rows: I64, in_range: Bool
-) -> Bool:
-    """Which RAM copies the slot table confirms, shape [n]; payloads are checked on first use."""
-    good = np.zeros(len(rows), np.bool_)
-    if arena is None or not arena.adopted:
-        return good
-    chosen = np.flatnonzero(in_range)
-    blocks = state.blocks
-    slots = blocks.slot[tier][rows[chosen]]
-    ids = blocks.id[rows[chosen]]
-    entries = arena.table(pool)[slots]
-    sealed = blocks.is_sealed(rows[chosen])
-    if tier is Tier.DEVICE:
-        # It died sealing: the entry has the name of a cached twin already, the log has not. The
-        # payload is still what the worker wrote.
-        ids = np.where(sealed, ids, entries["id"])
-    agrees = check_entries(arena, pool, slots, ids)
-    same_sum = entries["sum_hi"] == blocks.sum_hi[rows[chosen]]
-    same_sum &= entries["sum_lo"] == blocks.sum_lo[rows[chosen]]
-    good[chosen] = agrees & (same_sum | ~sealed)
-    return good
 
 
 def unverified_rows(state: State) -> I64:

@@ -27,7 +27,7 @@ from tierkv.obs.status import (
 )
 from tierkv.service.assembly import Parts
 from tierkv.service.lifecycle import Lifecycle
-from tierkv.service.recovery import RecoveryReport
+from tierkv.service.recovered import RecoveryReport
 from tierkv.service.sessions import Sessions
 from tierkv.tiers.arena import Arena
 

@@ -16,7 +16,8 @@ from tierkv.core.spec import slot_stride
 from tierkv.core.state import State
 from tierkv.errors import CorruptionError, InvariantViolation
 from tierkv.service.machine import Machine, RealMachine
-from tierkv.service.recovery import Site, load, open_disk, recover
+from tierkv.service.recovery import load, recover
+from tierkv.service.site import Site
 from tierkv.service.store import StateDirectory
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.arena_files import ArenaFiles
@@ -113,7 +114,7 @@ def _look(
     report.wal_end = end.kind.value
     if end.kind is EndKind.CORRUPT:
         report.findings.append(f"log {end.path} at byte {end.offset}: {end.reason}")
-    disk = open_disk(site, state)
+    disk = site.open_disk(state.pools)
     if disk is None:
         return
     try:

@@ -259,7 +259,12 @@ class Arena:
                 raise TierFailed(f"cannot free slots of the {self.name} arena: {error}") from error
 
     def close(self) -> None:
-        """Unmap and close the files, which stay. Views handed out keep their own mapping alive."""
+        """Unmap and close the files, which stay. Views handed out keep their own mapping alive.
+
+        Closing again does nothing.
+        """
+        if self.fd < 0:
+            return
         maps = [mapped for pool in self._pools.values() for mapped in pool.maps]
         self._pools.clear()
         for mapped in maps:
@@ -267,6 +272,7 @@ class Arena:
                 mapped.close()
         os.close(self.fd)
         os.close(self._table_fd)
+        self.fd = self._table_fd = -1
 
     def _pool(self, pool: int) -> _Pool:
         try:
