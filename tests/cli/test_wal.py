@@ -32,6 +32,7 @@ CHAINS = 150
 HEADER = 4096
 SLOT = 64
 COMMANDS = (["dump"], ["stat"], ["verify"], ["repair"], ["repair", "--yes"])
+EVERY_COMMAND = (*(["wal", *one] for one in COMMANDS), ["verify"], ["verify", "--repair"])
 
 
 class Done(NamedTuple):
@@ -273,9 +274,10 @@ def test_what_must_not_be_skipped_is_shown_but_no_verdict_is_given(sound: Store)
     sound.append(unknown(99))
     before = sound.content()
     assert "UNKNOWN type=99" in sound.wal("dump").out
-    done = sound.wal("verify")
-    assert done.code == BAD_CONFIG
-    assert "records of type 99, so it is of a newer tierkv" in done.err
+    for arguments in (["wal", "verify"], ["verify"], ["verify", "--repair"]):
+        done = sound.tierkv(*arguments)
+        assert done.code == BAD_CONFIG
+        assert "records of type 99, so it is of a newer tierkv" in done.err
     assert sound.content() == before
 
 
@@ -445,14 +447,14 @@ def test_a_damaged_index_is_said_and_the_log_shown_all_the_same(sound: Store) ->
     before = sound.content()
     refused = sound.wal("repair", "--yes")
     assert refused.code == DAMAGE
-    assert "see `tierkv verify`" in refused.err
+    assert "`tierkv verify --repair` makes that anew" in refused.err
     assert sound.content() == before
 
 
 # --- refusals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("arguments", EVERY_COMMAND, ids=" ".join)
 def test_a_newer_log_is_refused_and_left_alone(sound: Store, arguments: list[str]) -> None:
     with sound.segments[-1].open("r+b") as file:
         page = bytearray(file.read(HEADER))
@@ -461,8 +463,8 @@ def test_a_newer_log_is_refused_and_left_alone(sound: Store, arguments: list[str
         file.seek(0)
         file.write(page)
     before = sound.content()
-    done = sound.wal(*arguments)
-    assert done.code == BAD_CONFIG
+    done = sound.tierkv(*arguments)
+    assert (done.code, done.out) == (BAD_CONFIG, "")
     assert "the log was written by a newer tierkv: segment format 2.0" in done.err
     assert sound.content() == before
 
@@ -488,13 +490,14 @@ def test_where_no_store_is_none_is_made(
     assert not (tmp_path / "mistyped").exists()
 
 
+@pytest.mark.parametrize("arguments", [["wal", "repair", "--yes"], ["verify", "--repair"]])
 def test_repair_is_for_the_stores_owner(
-    rotten: tuple[Store, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    rotten: tuple[Store, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
     store, _ = rotten
     before = store.content()
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
-    done = store.wal("repair", "--yes")
+    done = store.tierkv(*arguments)
     assert done.code == BAD_CONFIG
     assert "and this is uid 54321: run it as " in done.err
     assert store.content() == before

@@ -120,3 +120,16 @@ def test_a_newer_minor_version_is_read(machine: Machine, start: Start, log: Path
 
     rewrite_header(log, newer)
     assert start().cached(A) == 3
+
+
+def test_without_an_index_too_records_that_must_be_known_are_refused(
+    machine: Machine, start: Start, log: Path
+) -> None:
+    append(log, 100)
+    before = files(machine)
+    (machine.folder / "state" / "index" / "data.mdb").unlink()
+    with pytest.raises(ConfigError, match=r"records of type 100.*newer tierkv"):
+        start()
+    after = files(machine)
+    data = "state/index/data.mdb"
+    assert {**after, data: b""} == {**before, data: b""}

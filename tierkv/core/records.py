@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tierkv.errors import ConfigError
+
 RECORD = np.dtype(
     [
         ("type", "u1"),
@@ -37,6 +39,7 @@ SKIPPED_FROM = 128
 """From this type on a reader skips what it does not know. Below, it must know the type."""
 
 Records = npt.NDArray[np.void]
+U8 = npt.NDArray[np.uint8]
 
 
 class Kind(IntEnum):
@@ -75,6 +78,19 @@ class Kind(IntEnum):
     """id = epoch (daemon incarnation)"""
     SEQ_FENCE = 16
     """id = sequence; it ends, but keeps the unsealed blocks that its worker may still write into"""
+
+
+def require_known(kinds: U8) -> None:
+    """Raise ConfigError if one of these types (shape [n]) must be known and is not.
+
+    A newer version wrote it, so it is no damage.
+    """
+    strange = kinds[(kinds < SKIPPED_FROM) & ~np.isin(kinds, list(Kind))]
+    if len(strange):
+        raise ConfigError(
+            f"the log has records of type {strange[0]}, so it is of a newer tierkv: use that one, "
+            "or move the state directory aside"
+        )
 
 
 def blank(count: int, kind: Kind) -> Records:

@@ -23,7 +23,7 @@ import numpy as np
 from tierkv.core.arrays import distinct, first_of_runs, numbered, runs, take
 from tierkv.core.blocks import INDEXED, SEALED, Blocks
 from tierkv.core.ids import I64, NO_SLOT, U8, U32, Bool, Tier, lease_of
-from tierkv.core.records import Kind, Records, pushed_rows
+from tierkv.core.records import Kind, Records, pushed_rows, require_known
 from tierkv.core.state import Sequence, State
 from tierkv.errors import InvariantViolation, require
 
@@ -51,8 +51,7 @@ def replay(state: State, records: Records) -> None:
     if not len(records):
         return
     # First of all: beside records of a newer version those that we know may look like damage.
-    strange = np.flatnonzero(~np.isin(records["type"], list(Kind)))
-    state.apply(take(records, strange))
+    require_known(records["type"])
     start = 0
     # What a fence keeps follows from the state at that very moment. There are few of them.
     for fence in np.flatnonzero(records["type"] == Kind.SEQ_FENCE).tolist():

@@ -15,10 +15,10 @@ import numpy.typing as npt
 from tierkv.core.arrays import distinct, runs
 from tierkv.core.blocks import INDEXED, SEALED, Blocks
 from tierkv.core.ids import I64, NO_SLOT, U32, Bool, Tier, lease_of
-from tierkv.core.records import SKIPPED_FROM, Kind, Records, pushed_rows
+from tierkv.core.records import Kind, Records, pushed_rows, require_known
 from tierkv.core.slots import SlotSet
 from tierkv.core.table import HashTable
-from tierkv.errors import ConfigError, InvariantViolation, require
+from tierkv.errors import InvariantViolation, require
 
 ROWS_MAX = 2**32 - 2
 
@@ -254,11 +254,8 @@ class State:
                     raise InvariantViolation(
                         f"a record of type {kind} names what does not exist: {error}"
                     ) from error
-            elif kind < SKIPPED_FROM:
-                raise ConfigError(
-                    f"the log has records of type {kind}, so it is of a newer tierkv: start that "
-                    "one, or move the state directory aside"
-                )
+            else:
+                require_known(kinds[start:stop])
 
     def take_changes(self) -> Changes:
         """What changed since the last call; for a checkpoint. Mutates (forgets it)."""

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import pwd
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from tierkv_wal import EndKind, WalReader, WalVersion
+from tierkv_wal import EndKind, WalReader
 from tierkv_wal.format import HEADER_BYTES, SLOT_BYTES
 from tierkv_wal.look import Fault, SeenFrame, look
 from tierkv_wal.segment import SegmentFile
 
 from tierkv.config.schema import Config
-from tierkv.core.ids import U8
-from tierkv.core.records import RECORD, SKIPPED_FROM, Kind
+from tierkv.core.records import RECORD, Kind, require_known
 from tierkv.errors import ConfigError, CorruptionError
 from tierkv.service.machine import RealMachine
 from tierkv.service.recovery import recover
+from tierkv.service.site import refusing_newer_logs
 from tierkv.service.store import StateDirectory, StoreFormat
 
 CLEAN, TORN, CORRUPT = (kind.value for kind in EndKind)
@@ -133,10 +131,8 @@ def open_log(config: Config) -> Iterator[StoppedLog]:
         stored = directory.read_format()
         if stored is None:
             raise ConfigError(f"no store is in {path}: it has no file FORMAT")
-        yield StoppedLog(config, directory, stored)
-    except WalVersion as error:
-        # Not damage: it must not be taken for it, nor repaired.
-        raise ConfigError(f"the log was written by a newer tierkv: {error}") from error
+        with refusing_newer_logs():
+            yield StoppedLog(config, directory, stored)
     finally:
         directory.close()
 
@@ -214,7 +210,7 @@ class StoppedLog:
         for frame in reader.frames():
             frames += 1
             records += len(frame.records)
-            _require_known(frame.records[:, 0])
+            require_known(frame.records[:, 0])
         verdict = LogVerdict(frames, records, _end_of(reader))
         if self.index_fault:
             verdict.findings.append(self.index_fault)
@@ -227,8 +223,8 @@ class StoppedLog:
         """What ``repair`` would do. Raises CorruptionError if the index is damaged."""
         if self.index_fault:
             raise CorruptionError(
-                f"{self.index_fault}; repairing the log is of no use without the index: see "
-                "`tierkv verify`",
+                f"{self.index_fault}; repairing the log is of no use without the index; "
+                "`tierkv verify --repair` makes that anew",
                 path=str(self._directory.index),
                 offset=0,
             )
@@ -259,7 +255,7 @@ class StoppedLog:
 
         Crash: as any crash in recovery. The next repair, or start, begins again.
         """
-        self._require_owner()
+        self._directory.require_owner()
         recovered = recover(self._config, self._directory, progress)
         recovered.close()
         report = recovered.report
@@ -271,16 +267,6 @@ class StoppedLog:
             log_was=report.wal_end,
             quarantined=report.quarantined,
         )
-
-    def _require_owner(self) -> None:
-        """Files made by another user would keep the daemon out."""
-        owner = self._directory.path.stat().st_uid
-        if owner != os.geteuid():
-            raise ConfigError(
-                f"{self._directory.path} belongs to {_user(owner)}, and this is "
-                f"{_user(os.geteuid())}: run it as {_user(owner)}, else the daemon could not open "
-                "what it makes"
-            )
 
     def _reader(self) -> WalReader:
         directory = str(self._directory.wal)
@@ -294,15 +280,6 @@ class StoppedLog:
             return int(index.load().meta.get("checkpoint_lsn", 0))
         finally:
             index.close()
-
-
-def _require_known(kinds: U8) -> None:
-    unknown = set(np.unique(kinds[kinds < SKIPPED_FROM]).tolist()) - set(Kind)
-    if unknown:
-        raise ConfigError(
-            f"the log has records of type {min(unknown)}, so it is of a newer tierkv: look at it "
-            "with that one"
-        )
 
 
 def _end_of(reader: WalReader) -> LogEnd:
@@ -329,10 +306,3 @@ def _segment_stat(segment: SegmentFile) -> SegmentStat:
 
 def _kind_name(kind: int) -> str:
     return Kind(kind).name if kind in set(Kind) else f"type {kind}"
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"uid {uid}"

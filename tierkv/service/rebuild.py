@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.core.ids import I64, NO_SLOT, U32, U64, Bool, Tier
-from tierkv.core.records import RECORD, Kind, Records, blank, join, of_copies
+from tierkv.core.records import RECORD, Kind, Records, blank, join, of_copies, require_known
 from tierkv.core.state import PoolShape
 from tierkv.tiers.arena import POOLS_MAX, Arena
 from tierkv.tiers.copy import whole_entries
@@ -93,8 +93,9 @@ class LastWords:
     epoch: int = 0
 
     def hear(self, records: Records) -> None:
-        """Listen to the records of a frame."""
+        """Listen to the records of a frame. Raises ConfigError if a newer version wrote them."""
         kinds = records["type"]
+        require_known(kinds)
         self.placed.append(records[(kinds == Kind.PLACE) | (kinds == Kind.DROP)].copy())
         for kind, field_name, name, above in (
             (Kind.ALLOC, "id", "next_block", 1),

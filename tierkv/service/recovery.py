@@ -27,15 +27,16 @@ from tierkv.core.invariants import check_invariants
 from tierkv.core.records import RECORD
 from tierkv.core.replay import replay
 from tierkv.core.state import State
-from tierkv.errors import ConfigError, CorruptionError, InvariantViolation
+from tierkv.errors import CorruptionError, InvariantViolation
 from tierkv.service.machine import CheckpointIndex, Machine, RealMachine
 from tierkv.service.rebuild import FoundCopies, LastWords, read_arena, read_disk, rebuild
 from tierkv.service.recovered import Recovered, RecoveryReport
-from tierkv.service.site import Site, budgets_of, open_site
+from tierkv.service.site import Site, budgets_of, open_site, refusing_newer_logs
 from tierkv.service.snapshot import index_changes, restore
 from tierkv.service.store import StateDirectory
 from tierkv.service.undo import CheckCopies, drop_damaged, reopen, undo
 from tierkv.tiers.arena import Arena
+from tierkv.tiers.index import IndexContents
 from tierkv.tiers.sizes import slot_bytes
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def recover(
     started = time.monotonic()
     site = open_site(config, directory, progress, machine or RealMachine())
     report = RecoveryReport()
-    try:
+    with refusing_newer_logs():
         try:
             recovered = _recover_by(load, site, report, check_disk)
         except WalVersion:
@@ -76,12 +77,10 @@ def recover(
         except (CorruptionError, InvariantViolation, WalError) as error:
             log.error("the index is of no use, making it anew from what the slots say: %s", error)
             report = RecoveryReport(wal_end="set aside", rebuilt=str(error))
-            moved = directory.set_aside(directory.index)
-            report.quarantined += [str(moved)] if moved else []
+            if not isinstance(error, _IndexLost):
+                moved = directory.set_aside(directory.index)
+                report.quarantined += [str(moved)] if moved else []
             recovered = _recover_by(rescue, site, report, check_disk)
-    except WalVersion as error:
-        # Not damage: forgetting it would throw away what the newer version can read.
-        raise ConfigError(f"the log was written by a newer tierkv: {error}") from error
     report.duration_s = time.monotonic() - started
     return recovered
 
@@ -115,7 +114,7 @@ def load(site: Site, index: CheckpointIndex) -> Loaded:
             offset=0,
         )
     if "checkpoint_lsn" not in contents.meta:
-        _require_new(site)
+        _require_new(site, contents)
     budgets = budgets_of(site.config)
     old = {tier: int(contents.meta.get(f"{tier.label}_bytes", budgets[tier])) for tier in Tier}
     state = State({tier: max(old[tier], budgets[tier]) for tier in Tier}, slot_bytes)
@@ -151,7 +150,14 @@ def _replay(state: State, frames: Iterable[Frame], progress: Callable[[str], Non
     return done + waiting
 
 
-def _require_new(site: Site) -> None:
+class _IndexLost(CorruptionError):
+    """The index is empty, so it can be used as it is: there is nothing to set aside.
+
+    (An attempt to make it anew that fails leaves one. It may be tried again any number of times.)
+    """
+
+
+def _require_new(site: Site, contents: IndexContents) -> None:
     """Raise CorruptionError if a store without a checkpoint has been in use."""
     storage, directory = site.machine.storage, site.directory
     if site.is_new:
@@ -162,7 +168,9 @@ def _require_new(site: Site) -> None:
         with contextlib.closing(disk):
             used |= bool(disk.shapes())
     if used:
-        raise CorruptionError(
+        named = (contents.meta, contents.namespaces, contents.leases, contents.sequences)
+        is_empty = not len(contents.rows) and not any(named)
+        raise (_IndexLost if is_empty else CorruptionError)(
             f"the index {directory.index} is empty, though there are log segments or blocks on "
             "disk: it was lost",
             path=str(directory.index),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from msgspec.structs import replace
-from tierkv_wal import WalReader
+from tierkv_wal import WalReader, WalVersion
 
 from tierkv.config.schema import Config
 from tierkv.core.ids import Tier
 from tierkv.core.state import PoolShape
+from tierkv.errors import ConfigError
 from tierkv.service.machine import CheckpointIndex, Machine
 from tierkv.service.store import StateDirectory, StoreFormat, new_store
 from tierkv.tiers.arena import Arena
@@ -76,6 +78,18 @@ def _with_pools(tier: T, pools: Iterable[PoolShape]) -> T:
         tier.close()
         raise
     return tier
+
+
+@contextlib.contextmanager
+def refusing_newer_logs() -> Iterator[None]:
+    """A log that a newer version wrote becomes a ConfigError.
+
+    Not damage: to forget it would throw away what that version can read.
+    """
+    try:
+        yield
+    except WalVersion as error:
+        raise ConfigError(f"the log was written by a newer tierkv: {error}") from error
 
 
 def open_site(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pwd
 import uuid
 from pathlib import Path
 from typing import Self
@@ -91,6 +92,18 @@ class StateDirectory:
             raise _unusable(path, error) from error
         return directory
 
+    def require_owner(self) -> None:
+        """Raise ConfigError for a user who is not the store's.
+
+        Files that another user makes in it would keep the daemon out.
+        """
+        owner = self.path.stat().st_uid
+        if owner != os.geteuid():
+            raise ConfigError(
+                f"{self.path} belongs to {_user(owner)}, and this is {_user(os.geteuid())}: run it "
+                f"as {_user(owner)}, else the daemon could not open what it makes"
+            )
+
     def make_folders(self) -> None:
         """Make the folders of a store that are not there, durably. Raises OSError."""
         present = self._storage.listdir(str(self.path))
@@ -153,6 +166,13 @@ def _make_directories(storage: Storage, path: Path) -> None:
     _make_directories(storage, path.parent)
     storage.mkdir(str(path))
     storage.fsync_dir(str(path.parent))
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:

@@ -17,7 +17,7 @@ from tierkv.core.state import State
 from tierkv.errors import CorruptionError, InvariantViolation
 from tierkv.service.machine import Machine, RealMachine
 from tierkv.service.recovery import load, recover
-from tierkv.service.site import Site
+from tierkv.service.site import Site, refusing_newer_logs
 from tierkv.service.store import StateDirectory
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.arena_files import ArenaFiles
@@ -60,7 +60,8 @@ def verify(
     ``recovery``), and drop the copies on disk that are damaged. Arenas that systemd keeps are not
     within reach: what lies only in them is forgotten then.
 
-    Raises NotReady while a daemon holds the store, ConfigError, TierFull, TierFailed, OSError.
+    Raises NotReady while a daemon holds the store, ConfigError if a newer version wrote it or if
+    another user than the store's asks for a repair, TierFull, TierFailed, OSError.
     """
     path = Path(config.server.state_dir)
     if not path.exists():
@@ -69,6 +70,7 @@ def verify(
     try:
         report = _report_of(_look, config, directory, progress, deep)
         if repair and report.findings:
+            directory.require_owner()
             report = _report_of(_repair, config, directory, progress, deep)
     finally:
         directory.close()
@@ -85,7 +87,8 @@ def _report_of(
     report = VerifyReport()
     checker = SlotChecker(report, progress, deep=deep)
     try:
-        work(config, directory, report, checker, RealMachine())
+        with refusing_newer_logs():
+            work(config, directory, report, checker, RealMachine())
     except (CorruptionError, InvariantViolation, WalError) as error:
         report.findings.append(str(error))
     return report
