@@ -170,6 +170,32 @@ class Bench:
                 await asyncio.sleep(0.002)
 
 
+class Clock:
+    """The running loop's time: it stands still until it is moved on."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._now_s = self._loop.time()
+        self._loop.time = lambda: self._now_s  # type: ignore[method-assign]  # it is the clock
+
+    async def forward(self, seconds: float) -> None:
+        """Return when all that is due by then was called."""
+        self._now_s += seconds
+        for _ in range(3):  # due timers, what they call soon, and this task
+            await asyncio.sleep(0)
+
+    def go(self) -> None:
+        """Let it be real time again."""
+        del self._loop.time
+
+
+@pytest_asyncio.fixture
+async def clock() -> AsyncIterator[Clock]:
+    clock = Clock()
+    yield clock
+    clock.go()
+
+
 @pytest_asyncio.fixture
 async def bench(machine: Machine) -> AsyncIterator[Callable[..., Bench]]:
     made: list[Bench] = []
@@ -234,15 +260,16 @@ async def test_tokens_are_random_and_lease_numbers_new(bench: Callable[..., Benc
 
 @pytest.mark.asyncio
 async def test_a_worker_that_does_not_come_back_has_its_grace(
-    machine: Machine, bench: Callable[..., Bench]
+    machine: Machine, bench: Callable[..., Bench], clock: Clock
 ) -> None:
     lease = _with_lease(machine.start(), os.getpid(), start_time(os.getpid()))
     machine.start()
-    some = bench(grace_s=0.05)
+    some = bench(grace_s=3.0)
     some.leases.await_workers()
-    await asyncio.sleep(0)
+    await clock.forward(2.9)
     assert lease in some.daemon.state.leases
-    await some.closed(lease)
+    await clock.forward(0.2)
+    assert lease not in some.daemon.state.leases
     assert some.resume(FakeConnection(), TOKEN) is None
     assert some.daemon.cached(A) == 2
 
@@ -308,15 +335,15 @@ async def test_a_worker_whose_connection_we_closed_may_still_write(
 
 @pytest.mark.asyncio
 async def test_a_worker_that_comes_back_has_its_lease_for_good(
-    machine: Machine, bench: Callable[..., Bench]
+    machine: Machine, bench: Callable[..., Bench], clock: Clock
 ) -> None:
     lease = _with_lease(machine.start(), os.getpid(), start_time(os.getpid()))
     machine.start()
-    some = bench(grace_s=0.02)
+    some = bench(grace_s=3.0)
     some.leases.await_workers()
     connection = FakeConnection()
     assert some.resume(connection, TOKEN) == lease
-    await asyncio.sleep(0.05)
+    await clock.forward(10.0)
     assert lease in some.daemon.state.leases
     some.end(lease, connection)
     assert lease not in some.daemon.state.leases
@@ -366,6 +393,7 @@ async def test_a_pid_that_became_another_process_between_recovery_and_serving(
 async def test_a_worker_that_cannot_be_watched_keeps_its_grace(
     machine: Machine,
     bench: Callable[..., Bench],
+    clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
     error: OSError,
 ) -> None:
@@ -377,37 +405,40 @@ async def test_a_worker_that_cannot_be_watched_keeps_its_grace(
         raise error
 
     monkeypatch.setattr(os, "pidfd_open", refused)
-    some = bench(grace_s=0.1)
+    some = bench(grace_s=3.0)
     some.leases.await_workers()
-    await asyncio.sleep(0)
+    await clock.forward(2.9)
     assert lease in some.daemon.state.leases
-    await some.closed(lease)
+    await clock.forward(0.2)
+    assert lease not in some.daemon.state.leases
 
 
 @pytest.mark.asyncio
 async def test_workers_of_other_pid_namespaces_have_the_grace_only(
-    machine: Machine, bench: Callable[..., Bench]
+    machine: Machine, bench: Callable[..., Bench], clock: Clock
 ) -> None:
     lease = _with_lease(machine.start(), 0, 0)
     machine.start()
-    some = bench(grace_s=0.05)
+    some = bench(grace_s=3.0)
     some.leases.await_workers()
-    await asyncio.sleep(0)
+    await clock.forward(2.9)
     assert lease in some.daemon.state.leases
-    await some.closed(lease)
+    await clock.forward(0.2)
+    assert lease not in some.daemon.state.leases
 
 
 @pytest.mark.asyncio
 async def test_where_a_worker_of_another_pid_namespace_writes_is_fenced_until_it_is_back(
-    machine: Machine, bench: Callable[..., Bench]
+    machine: Machine, bench: Callable[..., Bench], clock: Clock
 ) -> None:
     lease, slot = _writing(machine.start(), 0, 0)
     machine.start()
-    some = bench(grace_s=0.02)
+    some = bench(grace_s=3.0)
     some.leases.await_workers()
-    async with asyncio.timeout(10):
-        while some.daemon.planner.sequences_of(lease):  # noqa: ASYNC110  # nobody signals it
-            await asyncio.sleep(0.002)
+    await clock.forward(2.9)
+    assert some.daemon.planner.sequences_of(lease)
+    await clock.forward(0.2)
+    assert not some.daemon.planner.sequences_of(lease)
     assert _fenced_slots(some.daemon) == [slot]
     assert some.resume(FakeConnection(), TOKEN) == lease
     some.daemon.planner.release(lease, [1])

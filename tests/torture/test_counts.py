@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.daemon import python_environment
+from tests.crash.daemon import freeze, python_environment
 from tierkv.tiers.disk import disk_slot_bytes
+from tierkv.torture import daemon as daemons
 from tierkv.torture import run
-from tierkv.torture.daemon import Daemon
+from tierkv.torture.daemon import Broken, Daemon
 from tierkv.torture.pattern import BRANCHES, SPECS, prompt
 from tierkv.torture.promises import blocks_of
 from tierkv.torture.report import Report
@@ -154,6 +155,17 @@ def test_a_daemon_that_does_not_start_is_a_failure(torture: Callable[..., Report
     assert not report.ok
     assert "the daemon ended" in report.failure
     assert "tests.torture.absent" in report.failure, "its last words are missing"
+
+
+def test_a_daemon_that_hangs_is_a_broken_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Daemon(tmp_path, run.SETTINGS, environment=python_environment()) as daemon:
+        daemon.start()
+        monkeypatch.setattr(daemons, "START_S", 0.1)
+        freeze(daemon.pid)
+        with pytest.raises(Broken, match="does not end"):
+            daemon.stop()
 
 
 def test_the_disk_tier_holds_every_block_that_a_store_can_see() -> None:

@@ -115,13 +115,13 @@ class Daemon:
 
     def expect_killed(self) -> None:
         """Wait until it dies of kill -9. Raises Broken if it ends otherwise."""
-        if self._launched.wait(START_S) != -signal.SIGKILL:
+        if self._ended() != -signal.SIGKILL:
             raise Broken(f"the daemon ended before it was killed: {self.last_words()}")
 
     def stop(self) -> int:
-        """Ask it to end; returns its exit code."""
+        """Ask it to end; returns its exit code. Raises Broken if it does not end."""
         self._launched.terminate()
-        return self._launched.wait(START_S)
+        return self._ended()
 
     def restart(self) -> None:
         """kill -9, and start again."""
@@ -175,6 +175,12 @@ class Daemon:
                 # Ctrl-C is for whoever started it; the daemon is ended by name.
                 start_new_session=True,
             )
+
+    def _ended(self) -> int:
+        try:
+            return self._launched.wait(START_S)
+        except subprocess.TimeoutExpired:
+            raise Broken(f"the daemon does not end: {self.last_words()}") from None
 
     @property
     def _launched(self) -> subprocess.Popen[bytes]:

@@ -56,11 +56,14 @@ class Load:
     def pause(self) -> int:
         """Return when all workers have suspended what they hold and wait; how many sequences.
 
-        Raises Broken if one ends or does not pause.
+        ``done`` then says what these workers have done so far. Raises Broken if one ends or does
+        not pause.
         """
         (self._folder / "pause").touch()
         self._await_notes(True)
-        return sum(int(note.read_text()) for note in self._notes())
+        notes = [json.loads(note.read_text()) for note in self._notes()]
+        self.done = sum((Counter(note["done"]) for note in notes), Counter())
+        return sum(note["held"] for note in notes)
 
     def go_on(self) -> None:
         """Let paused workers work. Raises Broken if one ends or does not go on."""
@@ -68,14 +71,18 @@ class Load:
         self._await_notes(False)
 
     def stop(self) -> None:
-        """End all workers; ``done`` then says what those that were never killed did.
+        """End all workers; ``done`` then says what they did.
 
-        Raises Broken if one fails.
+        Raises Broken if one fails or does not end.
         """
         (self._folder / "stop").touch()
         (self._folder / "pause").unlink(missing_ok=True)
+        self.done = Counter()
         for worker in self._workers:
-            output, _ = worker.communicate(timeout=PAUSE_S)
+            try:
+                output, _ = worker.communicate(timeout=PAUSE_S)
+            except subprocess.TimeoutExpired:
+                raise Broken("a worker does not end") from None
             if worker.returncode != 0:
                 raise self._fault(worker)
             self.done.update(json.loads(output))

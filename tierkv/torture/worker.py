@@ -3,7 +3,8 @@
 ``python -m tierkv.torture.worker SOCKET FOLDER SEED TREE`` runs until FOLDER/stop exists. It
 
 - appends one line to FOLDER/acks-PID for every acknowledged seal, by one write each;
-- while FOLDER/pause exists, suspends what it holds and says how many that is in FOLDER/paused-PID;
+- while FOLDER/pause exists, suspends what it holds and says in FOLDER/paused-PID how many that is
+  and what it did so far;
 - ends at the first wrong byte, with exit code WRONG_BYTES, and by an exception at any other broken
   promise; else prints what it did.
 """
@@ -223,15 +224,16 @@ class Worker:
             held.sequence.suspend()
 
     def _pause(self) -> None:
-        for held in self._held:
-            if not held.sequence.suspended and not held.sequence.lost:
+        for one in self._held:
+            if not one.sequence.suspended and not one.sequence.lost:
                 try:
-                    held.sequence.suspend()
+                    one.sequence.suspend()
                 except LeaseLost:
                     self.done["lost"] += 1
         said = self._folder / f"paused-{os.getpid()}"
         draft = self._folder / f"pausing-{os.getpid()}"
-        draft.write_text(str(sum(not held.sequence.lost for held in self._held)))
+        held = sum(not one.sequence.lost for one in self._held)
+        draft.write_text(json.dumps({"held": held, "done": self.done}))
         draft.rename(said)
         while (self._folder / "pause").exists():
             time.sleep(POLL_S)
