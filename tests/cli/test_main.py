@@ -103,6 +103,7 @@ def test_every_command_has_its_name_and_help(
         (["statu"], "tierkv: No such command 'statu'; see `tierkv --help`\n"),
         (["status", "--josn"], "`tierkv status --help`\n"),
         (["config"], "tierkv: Missing command; see `tierkv config --help`\n"),
+        (["wal"], "tierkv: Missing command; see `tierkv wal --help`\n"),
     ],
 )
 def test_usage_errors_are_one_line(

@@ -162,7 +162,7 @@ def test_a_damaged_payload_is_found_by_a_deep_look(store_of_40: Daemon) -> None:
         done = run_cli("verify", "--deep", *store_of_40.flags)
         assert done.returncode == DAMAGE
         assert finding in done.stdout
-        assert "1 findings" in done.stdout
+        assert "1 finding\n" in done.stdout
     assert verify(store_of_40, "--deep")[0] == 0
 
 
@@ -199,7 +199,7 @@ def test_a_lost_index(store_of_40: Daemon) -> None:
     printed = run_cli("verify", "--repair", *store_of_40.flags)
     assert printed.returncode == 0
     assert "made anew from the slots" in printed.stdout
-    assert "1 findings, put right" in printed.stdout
+    assert "1 finding, put right" in printed.stdout
     assert verify(store_of_40, "--deep")[0] == 0
 
 

@@ -92,8 +92,8 @@ def _read_last() -> dict[str, Any]:
         content, written_s = last_status.read_last_status(state_dir)
     except OSError as error:
         raise Unavailable(
-            f"no daemon has written its status in {state_dir} ({error.strerror}); "
-            "name another directory by TIERKV_SERVER__STATE_DIR"
+            f"no daemon has written its status in {state_dir} ({error.strerror}): each does so at "
+            "its checkpoints; name another directory by TIERKV_SERVER__STATE_DIR"
         ) from error
     click.echo(f"written {about_duration(time.time() - written_s)} ago", err=True)
     plain: dict[str, Any] = msgspec.json.decode(content)

@@ -32,7 +32,11 @@ MINUTES = 1.0
     type=click.FloatRange(min=0, min_open=True),
     help="How long.  [default: 1; without end if --kills is given]",
 )
-@click.option("--kills", type=click.IntRange(min=1), help="End after so many kills.")
+@click.option(
+    "--kills",
+    type=click.IntRange(min=1),
+    help="End after so many kills, and one last to check the store.",
+)
 @click.option("--seed", type=click.IntRange(min=0), help="Chooses prompts, work and moments.")
 @click.option(
     "--dir",

@@ -25,7 +25,7 @@ FINDINGS_SHOWN = 20
 @click.command()
 @store_options
 @click.option("--deep", is_flag=True, help="Read all payloads too and compare their checksums.")
-@click.option("--repair", is_flag=True, help="Also put right what is found; see below.")
+@click.option("--repair", is_flag=True, help="Also put right what is found; see above.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def verify(
     file: Path | None,
@@ -35,14 +35,16 @@ def verify(
     repair: bool,
     as_json: bool,
 ) -> int:
-    """Check the log, the index and the blocks on disk of a stopped daemon. Changes nothing.
+    """Check the log, the index and the blocks on disk of a stopped daemon.
 
-    If it finds damage, --repair does what the next start would do: it makes a damaged index anew
-    from what the slots say of themselves, and moves it and a corrupt log into the store's
-    quarantine. And it forgets the copies on disk that are damaged. Run it as the daemon's user.
-    If systemd keeps the daemon's memory, what is only there is forgotten as well.
+    Changes nothing without --repair. With it, if there is damage, it does what the next start
+    would do: it makes a damaged index anew from what the slots say of themselves, and moves it and
+    a corrupt log into the store's quarantine. And it forgets the copies on disk that are damaged.
+    Run it as the daemon's user. If systemd keeps the daemon's memory, what is only there is
+    forgotten as well.
 
-    Exits with 0 if all is sound or put right, 4 if there is damage, 75 while a daemon runs.
+    Exits with 0 if all is sound or put right, 4 if there is damage, 75 while a daemon runs, 78 if
+    a newer tierkv wrote the log.
 
     \b
     tierkv verify
@@ -77,7 +79,15 @@ def _run(config: Config, deep: bool, repair: bool, *, show_progress: bool) -> Ve
 def _verdict(report: VerifyReport) -> str:
     if not report.findings:
         return "sound"
-    return f"{len(report.findings)} findings" + (", put right" if report.repaired else "")
+    count = len(report.findings)
+    found = "1 finding" if count == 1 else f"{count:,} findings"
+    return found + (", put right" if report.repaired else "")
+
+
+def _log(report: VerifyReport) -> str:
+    if report.wal_end == "set aside":
+        return "set aside with the index"
+    return f"{report.records:,} records behind the checkpoint, end {report.wal_end}"
 
 
 def _print(report: VerifyReport) -> None:
@@ -86,7 +96,7 @@ def _print(report: VerifyReport) -> None:
         [
             ("blocks", f"{report.blocks:,}"),
             ("sequences", f"{report.sequences:,}"),
-            ("log", f"{report.records:,} records behind the checkpoint, end {report.wal_end}"),
+            ("log", _log(report)),
             ("disk slots", f"{report.slots_checked:,} checked, {report.slots_damaged:,} damaged"),
             ("verdict", _verdict(report)),
         ],

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-@click.group()
+@click.group(no_args_is_help=False)
 def wal() -> None:
     """Look at the write-ahead log of a stopped daemon's store, and repair it.
 
-    All commands lock the store: they exit with 75 while a daemon runs. Only repair changes it.
+    All commands lock the store: they exit with 75 while a daemon runs, and with 78 if a newer
+    tierkv wrote the log. Only repair changes it.
 
     \b
     tierkv wal stat
@@ -36,7 +37,7 @@ def wal() -> None:
     """
 
 
-@wal.command()
+@wal.command(short_help="Print everything in it, damaged places too.")
 @store_options
 @_JSON
 @click.option("--from-lsn", default=0, type=click.IntRange(min=0), help="Leave out what is before.")
@@ -68,7 +69,7 @@ def dump(
     return Exit.OK
 
 
-@wal.command()
+@wal.command(short_help="Print its measures and how it ends.")
 @store_options
 @_JSON
 def stat(file: Path | None, overrides: Sequence[str], state_dir: str | None, as_json: bool) -> int:
@@ -83,7 +84,7 @@ def stat(file: Path | None, overrides: Sequence[str], state_dir: str | None, as_
     return Exit.OK
 
 
-@wal.command()
+@wal.command(short_help="Say whether anything durable is missing.")
 @store_options
 @_JSON
 def verify(
@@ -111,7 +112,7 @@ def verify(
     return Exit.DAMAGE_FOUND if verdict.findings else Exit.OK
 
 
-@wal.command()
+@wal.command(short_help="Keep what lies before its damage.")
 @store_options
 @_JSON
 @click.option("--yes", is_flag=True, help="Do it; else only say what would be done.")

@@ -36,7 +36,6 @@ from tierkv.service.snapshot import index_changes, restore
 from tierkv.service.store import StateDirectory
 from tierkv.service.undo import CheckCopies, drop_damaged, reopen, undo
 from tierkv.tiers.arena import Arena
-from tierkv.tiers.index import IndexContents
 from tierkv.tiers.sizes import slot_bytes
 
 log = logging.getLogger(__name__)
@@ -114,7 +113,8 @@ def load(site: Site, index: CheckpointIndex) -> Loaded:
             offset=0,
         )
     if "checkpoint_lsn" not in contents.meta:
-        _require_new(site, contents)
+        named = (contents.meta, contents.namespaces, contents.leases, contents.sequences)
+        require_new(site, is_empty=not len(contents.rows) and not any(named))
     budgets = budgets_of(site.config)
     old = {tier: int(contents.meta.get(f"{tier.label}_bytes", budgets[tier])) for tier in Tier}
     state = State({tier: max(old[tier], budgets[tier]) for tier in Tier}, slot_bytes)
@@ -157,8 +157,11 @@ class _IndexLost(CorruptionError):
     """
 
 
-def _require_new(site: Site, contents: IndexContents) -> None:
-    """Raise CorruptionError if a store without a checkpoint has been in use."""
+def require_new(site: Site, *, is_empty: bool = True) -> None:
+    """Raise CorruptionError if a store without a checkpoint has been in use.
+
+    ``is_empty``: whether its index holds nothing at all.
+    """
     storage, directory = site.machine.storage, site.directory
     if site.is_new:
         return
@@ -168,8 +171,6 @@ def _require_new(site: Site, contents: IndexContents) -> None:
         with contextlib.closing(disk):
             used |= bool(disk.shapes())
     if used:
-        named = (contents.meta, contents.namespaces, contents.leases, contents.sequences)
-        is_empty = not len(contents.rows) and not any(named)
         raise (_IndexLost if is_empty else CorruptionError)(
             f"the index {directory.index} is empty, though there are log segments or blocks on "
             "disk: it was lost",

@@ -16,7 +16,7 @@ from tierkv.core.spec import slot_stride
 from tierkv.core.state import State
 from tierkv.errors import CorruptionError, InvariantViolation
 from tierkv.service.machine import Machine, RealMachine
-from tierkv.service.recovery import load, recover
+from tierkv.service.recovery import load, recover, require_new
 from tierkv.service.site import Site, refusing_newer_logs
 from tierkv.service.store import StateDirectory
 from tierkv.tiers.arena import Arena
@@ -105,6 +105,9 @@ def _look(
     if stored is None:
         return
     site = Site(config, directory, stored, False, machine, checker.tell)
+    if not (directory.index / "data.mdb").exists():
+        require_new(site)
+        return
     index = site.open_index()
     try:
         loaded = load(site, index)
@@ -195,10 +198,10 @@ class SlotChecker:
         report = self._report
         report.slots_checked += len(rows)
         report.slots_damaged += int(np.count_nonzero(~good))
-        shape = state.pools[pool]
-        report.findings += [
-            f"slot {slot} on disk is damaged, of {shape.block_bytes} x {shape.block_tokens}"
-            for slot in slots[~good].tolist()
-        ]
+        for slot, block in zip(slots[~good].tolist(), ids[~good].tolist(), strict=True):
+            segment, offset = disk.place(pool, slot)
+            report.findings.append(
+                f"block {block} on disk is damaged: slot {slot}, byte {offset} of {segment}"
+            )
         self._progress("checking slots on disk", report.slots_checked, self._all)
         return good

@@ -235,6 +235,12 @@ class DiskTier:
         except OSError as error:
             raise tier_error(error, "list the segments of", self._directory) from error
 
+    def place(self, pool: int, slot: int) -> tuple[str, int]:
+        """The path of the segment that a slot lies in, and at which byte."""
+        known = self._pool(pool)
+        segment, offset = known.locate(slot)
+        return known.segments.path(segment), offset
+
     def slot_count(self, pool: int) -> int:
         """How many slots the pool has if it gets the whole budget."""
         return self._pool(pool).slot_count

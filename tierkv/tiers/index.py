@@ -116,7 +116,7 @@ class Index:
         if not fresh:
             _verify(path, data)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
             # The engine's defaults, spelled out: any other choice loses data on power loss.
             self._env = lmdb.open(
                 os.fspath(path),
@@ -274,8 +274,9 @@ def _verify(path: Path, data: Path) -> None:
     except OSError as error:
         raise TierFailed(f"cannot read the index {path}: {error}", path=str(path)) from error
     if problems:
+        others = f" (and {len(problems) - 1} other faults)" if len(problems) > 1 else ""
         raise CorruptionError(
-            f"the index {data} is damaged ({len(problems)} findings, first: {problems[0]})",
+            f"the index {data} is damaged: {problems[0]}{others}",
             path=str(data),
             offset=0,
         )
