@@ -434,16 +434,20 @@ def test_a_damaged_segment_in_the_middle(
     assert sound.tierkv("verify").code == OK
 
 
-def test_a_damaged_index_is_said_and_the_log_shown_all_the_same(sound: Store) -> None:
-    (sound.path / "index" / "data.mdb").write_bytes(b"no index" * 1000)
+@pytest.mark.parametrize("lost", [False, True], ids=["damaged", "lost"])
+def test_a_damaged_index_is_said_and_the_log_shown_all_the_same(sound: Store, lost: bool) -> None:
+    if lost:
+        shutil.rmtree(sound.path / "index")
+    else:
+        (sound.path / "index" / "data.mdb").write_bytes(b"no index" * 1000)
     stat = sound.wal("stat", "--json")
     assert (stat.code, stat.json["checkpoint_lsn"]) == (OK, None)
     assert stat.json["records_by_kind"]["SEAL"] == 2 * CHAINS
-    assert "unknown: the index is damaged" in sound.wal("stat").out
+    assert "unknown: the index is damaged or lost" in sound.wal("stat").out
     assert sound.wal("dump").code == OK
     done = sound.wal("verify", "--json")
     assert done.code == DAMAGE
-    assert "data.mdb" in done.json["findings"][0]
+    assert f"the index {sound.path / 'index'}" in done.json["findings"][0]
     before = sound.content()
     refused = sound.wal("repair", "--yes")
     assert refused.code == DAMAGE

@@ -255,7 +255,7 @@ def test_a_rotten_row_of_the_index_is_found(machine: Machine, start: Start) -> N
     machine.crash()
     _flip_value(_state(machine) / "index")
     daemon = start()
-    assert "1 entries of the index fail their checksum" in daemon.report.rebuilt
+    assert "the checksums of 1 of its entries fail" in daemon.report.rebuilt
     assert daemon.cached(A) == 3
 
 

@@ -235,7 +235,7 @@ def _print_stat(found: LogStat) -> None:
             numbers=("count",),
         )
         click.echo()
-    checkpoint = "unknown: the index is damaged"
+    checkpoint = "unknown: the index is damaged or lost"
     if found.checkpoint_lsn is not None:
         behind = about_bytes(found.behind_checkpoint_bytes)
         checkpoint = f"lsn {found.checkpoint_lsn}, {behind} of log behind it"

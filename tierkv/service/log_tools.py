@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from tierkv.config.schema import Config
 from tierkv.core.records import RECORD, Kind, require_known
 from tierkv.errors import ConfigError, CorruptionError
 from tierkv.service.machine import RealMachine
-from tierkv.service.recovery import recover
-from tierkv.service.site import refusing_newer_logs
+from tierkv.service.recovery import read_checkpoint, recover, require_new
+from tierkv.service.site import Site, refusing_newer_logs
 from tierkv.service.store import StateDirectory, StoreFormat
 
 CLEAN, TORN, CORRUPT = (kind.value for kind in EndKind)
@@ -140,14 +140,12 @@ def open_log(config: Config) -> Iterator[StoppedLog]:
 class StoppedLog:
     """The log of a store that this process has locked; made by ``open_log``.
 
-    ``checkpoint_lsn`` is None, and ``index_fault`` says why, if the index is damaged.
+    ``checkpoint_lsn`` is None, and ``index_fault`` says why, if the index is damaged or lost.
     """
 
     def __init__(self, config: Config, directory: StateDirectory, stored: StoreFormat) -> None:
-        self._config = config
+        self._site = Site(config, directory, stored, False, RealMachine(), lambda _what: None)
         self._directory = directory
-        self._uuid = stored.store_uuid
-        self._machine = RealMachine()
         self.index_fault = ""
         self.checkpoint_lsn: int | None = None
         try:
@@ -157,11 +155,12 @@ class StoppedLog:
 
     def look(self, from_lsn: int = 0) -> Iterator[SegmentFile | SeenFrame | Fault]:
         """Everything in the log's directory that reaches ``from_lsn``, behind damage too."""
-        return look(self._machine.storage, str(self._directory.wal), self._uuid, from_lsn)
+        site = self._site
+        return look(site.machine.storage, str(site.directory.wal), site.stored.store_uuid, from_lsn)
 
     def end(self) -> LogEnd:
         """How the log ends for a daemon. Reads all behind the checkpoint."""
-        reader = self._reader()
+        reader = self._site.open_log(self.checkpoint_lsn)
         for _ in reader.frames():
             pass
         return _end_of(reader)
@@ -205,7 +204,7 @@ class StoppedLog:
         Without a sound index there is no checkpoint: then all that is there is read. Raises
         ConfigError for records of a newer version.
         """
-        reader = self._reader()
+        reader = self._site.open_log(self.checkpoint_lsn)
         frames = records = 0
         for frame in reader.frames():
             frames += 1
@@ -228,7 +227,7 @@ class StoppedLog:
                 path=str(self._directory.index),
                 offset=0,
             )
-        reader = self._reader()
+        reader = self._site.open_log(self.checkpoint_lsn)
         kept = sum(len(frame.records) for frame in reader.frames())
         end = _end_of(reader)
         lost = 0
@@ -256,7 +255,7 @@ class StoppedLog:
         Crash: as any crash in recovery. The next repair, or start, begins again.
         """
         self._directory.require_owner()
-        recovered = recover(self._config, self._directory, progress)
+        recovered = recover(self._site.config, self._directory, progress)
         recovered.close()
         report = recovered.report
         return Repaired(
@@ -268,18 +267,13 @@ class StoppedLog:
             quarantined=report.quarantined,
         )
 
-    def _reader(self) -> WalReader:
-        directory = str(self._directory.wal)
-        return WalReader(self._machine.storage, directory, self._uuid, self.checkpoint_lsn)
-
     def _read_checkpoint_lsn(self) -> int:
-        if not (self._directory.index / "data.mdb").exists():
+        site = self._site
+        if not site.has_index:
+            require_new(site)
             return 0
-        index = self._machine.open_index(self._directory.index, self._config.index.map_bytes)
-        try:
-            return int(index.load().meta.get("checkpoint_lsn", 0))
-        finally:
-            index.close()
+        with closing(site.open_index()) as index:
+            return int(read_checkpoint(site, index).meta.get("checkpoint_lsn", 0))
 
 
 def _end_of(reader: WalReader) -> LogEnd:

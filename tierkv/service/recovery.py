@@ -36,6 +36,7 @@ from tierkv.service.snapshot import index_changes, restore
 from tierkv.service.store import StateDirectory
 from tierkv.service.undo import CheckCopies, drop_damaged, reopen, undo
 from tierkv.tiers.arena import Arena
+from tierkv.tiers.index import IndexContents
 from tierkv.tiers.sizes import slot_bytes
 
 log = logging.getLogger(__name__)
@@ -105,16 +106,7 @@ def load(site: Site, index: CheckpointIndex) -> Loaded:
     or each other, OSError if something cannot be read.
     """
     site.progress("reading the index")
-    contents = index.load()
-    if contents.bad_rows:
-        raise CorruptionError(
-            f"{contents.bad_rows} entries of the index fail their checksum",
-            path=str(site.directory.index),
-            offset=0,
-        )
-    if "checkpoint_lsn" not in contents.meta:
-        named = (contents.meta, contents.namespaces, contents.leases, contents.sequences)
-        require_new(site, is_empty=not len(contents.rows) and not any(named))
+    contents = read_checkpoint(site, index)
     budgets = budgets_of(site.config)
     old = {tier: int(contents.meta.get(f"{tier.label}_bytes", budgets[tier])) for tier in Tier}
     state = State({tier: max(old[tier], budgets[tier]) for tier in Tier}, slot_bytes)
@@ -131,6 +123,22 @@ def load(site: Site, index: CheckpointIndex) -> Loaded:
     behind = bool(contents.meta.get("replies_ahead", 0))
     complete = reader.end.kind is not EndKind.CORRUPT and not behind
     return Loaded(state, specs, reader, records, complete)
+
+
+def read_checkpoint(site: Site, index: CheckpointIndex) -> IndexContents:
+    """The last checkpoint. Raises CorruptionError if all or some of it is lost, TierFailed."""
+    contents = index.load()
+    if contents.bad_rows:
+        raise CorruptionError(
+            f"the index {site.directory.index} is damaged: the checksums of {contents.bad_rows} of "
+            "its entries fail",
+            path=str(site.directory.index),
+            offset=0,
+        )
+    if "checkpoint_lsn" not in contents.meta:
+        named = (contents.meta, contents.namespaces, contents.leases, contents.sequences)
+        require_new(site, is_empty=not len(contents.rows) and not any(named))
+    return contents
 
 
 def _replay(state: State, frames: Iterable[Frame], progress: Callable[[str], None]) -> int:

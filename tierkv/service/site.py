@@ -40,6 +40,11 @@ class Site:
     machine: Machine
     progress: Callable[[str], None]
 
+    @property
+    def has_index(self) -> bool:
+        """Whether a real machine has an index to open; else opening would make one."""
+        return (self.directory.index / "data.mdb").exists()
+
     def open_index(self) -> CheckpointIndex:
         """Open or make the index. Raises CorruptionError, TierFailed."""
         return self.machine.open_index(self.directory.index, self.config.index.map_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,14 +106,11 @@ def _look(
     if stored is None:
         return
     site = Site(config, directory, stored, False, machine, checker.tell)
-    if not (directory.index / "data.mdb").exists():
+    if not site.has_index:
         require_new(site)
         return
-    index = site.open_index()
-    try:
+    with closing(site.open_index()) as index:
         loaded = load(site, index)
-    finally:
-        index.close()
     state = loaded.state
     report.blocks, report.sequences = len(state.live_rows()), len(state.sequences)
     report.records = loaded.records
@@ -123,11 +121,9 @@ def _look(
     disk = site.open_disk(state.pools)
     if disk is None:
         return
-    try:
+    with closing(disk):
         for pool, rows in state.by_pool(state.rows_in(Tier.DISK)):
             checker.check(state, disk, pool, rows)
-    finally:
-        disk.close()
 
 
 def _repair(
