@@ -75,6 +75,14 @@ class Acknowledged:
                 told.sealed[number] = max(blocks, told.sealed.get(number, 0))
         return told
 
+    @staticmethod
+    def forget_unflushed(path: Path) -> None:
+        """After a kill, with durability "none": the rest was never promised, nor will it be."""
+        lines = path.read_text().splitlines(keepends=True)
+        while lines and json.loads(lines[-1])[0] >= 0:
+            lines.pop()
+        path.write_text("".join(lines))
+
 
 class Gone(Exception):
     """The daemon has ended."""
