@@ -401,8 +401,19 @@ def test_a_torn_tail_is_no_damage(sound: Store) -> None:
     dumped = sound.wal("dump", "--json")
     assert [fault["lsn"] for fault in dumped.of("fault")] == [last["lsn"]]
     assert dumped.lines[-1]["kind"] == "torn"
+    assert "intact records" not in done.out
     assert sound.wal("repair", "--yes").out.startswith("Nothing to repair")
     assert sound.content() == before
+
+
+def test_whole_frames_behind_a_torn_tail_are_told(sound: Store) -> None:
+    """Nothing was synced there, so it may be power loss; but somebody should know."""
+    torn, *behind = sound.frames()[-3:]
+    flip(Path(torn["path"]), torn["offset"] + SLOT)
+    done = sound.wal("verify")
+    records = sum(frame["records"] for frame in behind)
+    assert done.code == OK
+    assert f"{records} intact records lie behind it" in done.out
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,11 @@ def verify(
         )
         for finding in verdict.findings:
             click.echo(f"- {finding}")
+        if verdict.end.kind == "torn" and verdict.unreached_records:
+            click.echo(
+                f"{verdict.unreached_records:,} intact records lie behind it. Power loss leaves "
+                "such; if the machine only lost the process, something damaged the log afterwards."
+            )
         if verdict.end.kind == "corrupt":
             click.echo("See `tierkv wal repair` for what can be kept.")
     return Exit.DAMAGE_FOUND if verdict.findings else Exit.OK

@@ -78,11 +78,14 @@ class LogStat:
 class LogVerdict:
     """Whether everything that was durable is there. ``findings`` is empty if so.
 
-    Counts are of what lies behind the checkpoint.
+    Counts are of what lies behind the checkpoint. ``unreached_records``: intact ones behind the
+    log's end; after a mere kill, in which every write survives, they tell of a torn tail that it
+    was damaged later.
     """
 
     frames: int
     records: int
+    unreached_records: int
     end: LogEnd
     findings: list[str] = field(default_factory=list)
 
@@ -210,13 +213,18 @@ class StoppedLog:
             frames += 1
             records += len(frame.records)
             require_known(frame.records[:, 0])
-        verdict = LogVerdict(frames, records, _end_of(reader))
+        end = _end_of(reader)
+        verdict = LogVerdict(frames, records, self._intact_behind(end.lsn), end)
         if self.index_fault:
             verdict.findings.append(self.index_fault)
         if verdict.end.kind == CORRUPT:
-            end = verdict.end
             verdict.findings.append(f"{end.path} at byte {end.offset}: {end.reason}")
         return verdict
+
+    def _intact_behind(self, lsn: int) -> int:
+        """How many records of whole frames lie behind an LSN."""
+        frames = [seen for seen in self.look(lsn) if isinstance(seen, SeenFrame)]
+        return sum(len(one.records) for one in frames if one.header.last_lsn > lsn)
 
     def plan_repair(self) -> RepairPlan:
         """What ``repair`` would do. Raises CorruptionError if the index is damaged."""
@@ -230,13 +238,8 @@ class StoppedLog:
         reader = self._site.open_log(self.checkpoint_lsn)
         kept = sum(len(frame.records) for frame in reader.frames())
         end = _end_of(reader)
-        lost = 0
-        segments = []
-        for seen in self.look():
-            if isinstance(seen, SegmentFile):
-                segments.append(seen.path)
-            elif isinstance(seen, SeenFrame) and seen.header.last_lsn > end.lsn:
-                lost += len(seen.records)
+        lost = self._intact_behind(end.lsn)
+        segments = [seen.path for seen in self.look() if isinstance(seen, SegmentFile)]
         is_corrupt = end.kind == CORRUPT
         return RepairPlan(
             end=end,
