@@ -25,8 +25,12 @@ from tierkv.core.slot_tables import SlotTables
 from tierkv.core.state import State
 from tierkv.errors import PoolExhausted, TierFailed, TierFull
 
-MOVE_BATCH = 256
-"""Blocks per move: long enough to amortise a thread's wake-up, short enough to pipeline."""
+MOVE_BLOCKS = 512
+MOVE_BYTES = 64 << 20
+"""A move is long enough to amortise a thread's wake-up and a sync, and short enough to pipeline.
+
+No small log segment is too small for the records of one.
+"""
 
 
 @dataclass(eq=False)
@@ -242,6 +246,10 @@ class Placement:
 
     # --- copies -----------------------------------------------------------------------------------
 
+    def move_blocks(self, pool: int) -> int:
+        """Most blocks of the pool in one move."""
+        return max(1, min(MOVE_BLOCKS, MOVE_BYTES // self.state.pools[pool].block_bytes))
+
     def copy(self, source: Tier, target: Tier, rows: I64, ids: U64) -> Flow[int]:
         """Give blocks another copy further down, as far as there is room; returns how many.
 
@@ -251,7 +259,7 @@ class Placement:
         done = 0
         for pool, members in self.state.by_pool(rows):
             names = ids[np.isin(rows, members)] if len(members) != len(rows) else ids
-            at, batch_max = 0, MOVE_BATCH
+            at, batch_max = 0, self.move_blocks(pool)
             while at < len(members):
                 part = slice(at, at + batch_max)
                 try:
@@ -354,7 +362,7 @@ class Placement:
             return 0
         blocks = self.state.blocks
         ids = blocks.id[rows].copy()
-        batch_max = MOVE_BATCH
+        batch_max = self.move_blocks(int(self.state.pool_of(rows[:1])[0]))
         while True:
             kept = (blocks.id[rows] == ids) & blocks.has_any_copy(rows) & (blocks.active[rows] > 0)
             lost = np.flatnonzero(~kept)
@@ -415,8 +423,9 @@ class Placement:
         blocks = self.state.blocks
         waited = False
         for pool, members in self.state.by_pool(self.doubt.among(rows)):
-            for at in range(0, len(members), MOVE_BATCH):
-                part = members[at : at + MOVE_BATCH]
+            batch_max = self.move_blocks(pool)
+            for at in range(0, len(members), batch_max):
+                part = members[at : at + batch_max]
                 ids = blocks.id[part].copy()
                 slots = blocks.slot[Tier.DEVICE][part].astype(np.int64)
                 ok: Bool = yield Check(pool, ids, Tier.DEVICE, slots)

@@ -19,7 +19,7 @@ from tierkv.config.schema import settings
 from tierkv.config.values import write_value
 from tierkv.core import docs as core
 from tierkv.core.docs import first_sentence, table
-from tierkv.core.placement import MOVE_BATCH
+from tierkv.core.placement import MOVE_BLOCKS, MOVE_BYTES
 from tierkv.rpc.listener import BACKLOG
 from tierkv.service.checkpoint import DIRTY_ROWS_MAX
 from tierkv.service.engine import JOBS_IN_FLIGHT
@@ -81,7 +81,7 @@ def limits() -> str:
                 format_bytes(SCRATCH_BYTES),
                 "the client raises `limit_exceeded`",
             ),
-            ("blocks of one move", str(MOVE_BATCH), "several moves"),
+            ("blocks of one move", f"{MOVE_BLOCKS}, and {MOVE_BYTES >> 20} MiB", "several moves"),
             ("jobs at a lane, per thread", str(JOBS_IN_FLIGHT), "the flow waits"),
             (
                 "blocks waiting for the disk",

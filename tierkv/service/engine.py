@@ -18,7 +18,7 @@ import numpy as np
 
 from tierkv.core.effects import Effect, Flow, Move, Signal, Wait
 from tierkv.core.ids import I64, RAM_TIERS, U64, Tier
-from tierkv.core.placement import MOVE_BATCH
+from tierkv.core.placement import MOVE_BLOCKS
 from tierkv.core.planner import Planner
 from tierkv.core.state import Sequence
 from tierkv.errors import InvariantViolation, TierFailed, TierFull, TierkvError
@@ -271,8 +271,8 @@ class Engine:
         self._behind_blocks = 0
         rows = state.live_rows()
         rows = rows[blocks.is_sealed(rows) & ~blocks.has_copy(rows, Tier.DISK)]
-        for at in range(0, len(rows), MOVE_BATCH):
-            part = rows[at : at + MOVE_BATCH]
+        for at in range(0, len(rows), MOVE_BLOCKS):
+            part = rows[at : at + MOVE_BLOCKS]
             self._put_behind(part, blocks.id[part].copy())
 
     def _put_behind(self, rows: I64, ids: U64) -> None:
@@ -296,7 +296,7 @@ class Engine:
         rows: list[I64] = []
         ids: list[U64] = []
         size = 0
-        while self._behind and (not rows or size + len(self._behind[0][0]) <= MOVE_BATCH):
+        while self._behind and (not rows or size + len(self._behind[0][0]) <= MOVE_BLOCKS):
             more_rows, more_ids = self._behind.popleft()
             rows.append(more_rows)
             ids.append(more_ids)
