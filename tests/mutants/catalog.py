@@ -243,7 +243,10 @@ MUTANTS = (
     _one(
         "block copied down after its PLACE is logged",
         MOVER,
-        "        result = disk.write(move.pool, target[chosen], arena, source[chosen])\n",
+        "        result = disk.write(\n"
+        "            move.pool, target[chosen], arena, source[chosen], "
+        "sync_follows=self._durable_writes\n"
+        "        )\n",
         "        from tierkv.tiers.entry import blank_entries\n"
         "        from tierkv.tiers.disk import WriteResult\n"
         "        late = arena.table(move.pool)[source[chosen]]\n"

@@ -279,8 +279,8 @@ def _failing(error: Exception) -> Callable[..., Any]:
 def _noting(calls: list[str], label: str, owner: object, name: str) -> Callable[..., Any]:
     original = getattr(owner, name)
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **named: Any) -> Any:
         calls.append(label)
-        return original(*args)
+        return original(*args, **named)
 
     return call

@@ -65,6 +65,10 @@ class FaultyStorage(RealStorage):
             raise OSError(errno.EIO, "bad sector")
         return super().preadv(fd, buffers, offset)
 
+    def start_writeback(self, fd: int, offset: int, length: int) -> None:
+        self._called("start_writeback")
+        super().start_writeback(fd, offset, length)
+
     def fdatasync(self, fd: int) -> None:
         self._called("fdatasync")
         super().fdatasync(fd)
@@ -477,6 +481,37 @@ def test_sync_covers_each_dirty_segment_once(
     disk.write(POOL, u32(16), arena, u32(2))
     disk.sync()
     assert storage.calls == [*["fdatasync"] * 2, "pwritev", "fdatasync"]
+
+
+def test_the_device_begins_with_what_will_be_synced_before_the_rest_is_written(
+    arena: Arena, open_disk: OpenDisk, storage: FaultyStorage, put_blocks: Any
+) -> None:
+    disk = open_disk()
+    put_blocks(arena, POOL, [0, 1, 2], [1, 2, 3])
+    disk.write(POOL, u32(0, 1, 4), arena, u32(0, 1, 2))
+    storage.calls.clear()
+    assert disk.write(POOL, u32(0, 1, 4), arena, u32(0, 1, 2), sync_follows=True).written.all()
+    assert storage.calls == ["pwritev", "start_writeback"] * 2
+    disk.sync()
+    assert storage.calls[4:] == ["fdatasync"]
+    assert scanned(disk) == {0: 1, 1: 2, 4: 3}
+
+
+def test_a_damaged_block_between_sound_ones_leaves_its_slot_alone(
+    arena: Arena, open_disk: OpenDisk, storage: FaultyStorage, put_blocks: Any
+) -> None:
+    disk = open_disk()
+    put_blocks(arena, POOL, [0, 1, 2, 3], [1, 2, 3, 4])
+    assert disk.write(POOL, u32(5), arena, u32(3)).written.all()
+    arena.payload(POOL)[1, 0] ^= 1
+    storage.calls.clear()
+    assert disk.write(POOL, u32(4, 5, 6), arena, u32(0, 1, 2)).written.tolist() == [
+        True,
+        False,
+        True,
+    ]
+    assert storage.calls == ["pwritev"] * 2
+    assert scanned(disk) == {4: 1, 5: 4, 6: 3}
 
 
 def test_the_first_sync_covers_what_a_killed_process_left_unsynced(

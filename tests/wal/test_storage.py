@@ -125,6 +125,18 @@ def test_short_reads_and_writes_are_completed(tmp_path, monkeypatch):
     storage.close(fd)
 
 
+def test_writeback_that_is_begun_changes_nothing_and_never_fails(place):
+    storage, directory = place
+    fd = storage.open(f"{directory}/file", create=True)
+    storage.pwrite(fd, b"abc", 0)
+    storage.start_writeback(fd, 0, 3)
+    storage.start_writeback(fd, 1 << 20, 1)  # where nothing is
+    assert storage.pread(fd, 10, 0) == b"abc"
+    assert storage.size(f"{directory}/file") == 3
+    storage.fdatasync(fd)
+    storage.close(fd)
+
+
 # --- the simulated crash -------------------------------------------------------------------------
 
 

@@ -65,7 +65,8 @@ class WriteResult:
     ``written``: the block is in its slot. ``intact``: the source's entry was valid and its payload
     had the checksum that the entry states, if any; a block that is not intact is never written.
     ``sum_hi``, ``sum_lo``: the payload's checksum, 0 where it is not intact. ``error``: why the
-    rest of the batch was given up, or None.
+    rest of the batch was given up, or None; blocks that were not looked at any more count as
+    neither intact nor written.
     """
 
     written: Bool
@@ -249,39 +250,38 @@ class DiskTier:
         """What a slot takes on disk, header included."""
         return self._pool(pool).slot_bytes
 
-    def write(self, pool: int, slots: U32, arena: Arena, arena_slots: U32) -> WriteResult:
-        """Write blocks from the arena into disk slots (both shape [n]); one ``pwritev`` or less.
+    def write(
+        self, pool: int, slots: U32, arena: Arena, arena_slots: U32, *, sync_follows: bool = False
+    ) -> WriteResult:
+        """Write blocks from the arena into disk slots (both shape [n]).
 
         Never writes a block whose payload does not have the checksum in its entry. Gives the rest
         of the batch up after the first error; what is written before it stays written. Raises
         nothing for the medium's errors: they are in the result.
+
+        With ``sync_follows`` the device begins with each piece while the next one is checked and
+        written; ``sync`` then finds most of the work done.
         """
         known = self._pool(pool)
         require(arena.block_bytes(pool) == known.block_bytes, "arena and disk have the same pools")
-        entries, intact = _checked_source(arena, pool, arena_slots)
-        written = np.zeros(len(slots), np.bool_)
-        chosen = np.flatnonzero(intact)
-        memory = arena.slots(pool)
-        failure: TierFull | TierFailed | None = None
-        for run in known.runs(slots[chosen]):
-            indices = chosen[run]
-            segment, offset = known.locate(int(slots[indices[0]]))
-            headers = known.pack(entries[indices])
-            buffers = _slot_buffers(known, headers, memory, arena_slots[indices])
-            try:
-                fd = known.segments.fd_to_write(segment)
-                self._storage.pwritev(fd, buffers, offset)
-            except OSError as error:
-                failure = tier_error(error, "write", known.segments.path(segment))
-            except (TierFull, TierFailed) as error:
-                failure = error
-            if failure is not None:
-                break
-            known.segments.mark_dirty(segment)
-            written[indices] = True
-        sum_hi = np.where(intact, entries["sum_hi"], 0)
-        sum_lo = np.where(intact, entries["sum_lo"], 0)
-        return WriteResult(written, intact, sum_hi, sum_lo, failure)
+        written, intact = np.zeros(len(slots), np.bool_), np.zeros(len(slots), np.bool_)
+        sum_hi, sum_lo = np.zeros(len(slots), np.uint64), np.zeros(len(slots), np.uint64)
+        for run in known.runs(slots):
+            # Checked just before it is written: its bytes are still in the processor's cache.
+            entries, sound = _checked_source(arena, pool, arena_slots[run])
+            entries, good = entries[sound], run[sound]
+            intact[good] = True
+            sum_hi[good], sum_lo[good] = entries["sum_hi"], entries["sum_lo"]
+            for part in known.runs(slots[good]):
+                indices = good[part]
+                buffers = _slot_buffers(
+                    known, known.pack(entries[part]), arena.slots(pool), arena_slots[indices]
+                )
+                failure = self._write_run(known, int(slots[indices[0]]), buffers, sync_follows)
+                if failure is not None:
+                    return WriteResult(written, intact, sum_hi, sum_lo, failure)
+                written[indices] = True
+        return WriteResult(written, intact, sum_hi, sum_lo, None)
 
     def read(
         self, pool: int, slots: U32, expected_ids: U64, arena: Arena, arena_slots: U32
@@ -398,6 +398,23 @@ class DiskTier:
     def _count_read_error(self) -> None:
         with self._counting:
             self.read_errors += 1
+
+    def _write_run(
+        self, known: _Pool, slot: int, buffers: list[memoryview], sync_follows: bool
+    ) -> TierFull | TierFailed | None:
+        """Write consecutive slots by one call; returns why not, if it was refused."""
+        segment, offset = known.locate(slot)
+        try:
+            fd = known.segments.fd_to_write(segment)
+            self._storage.pwritev(fd, buffers, offset)
+        except OSError as error:
+            return tier_error(error, "write", known.segments.path(segment))
+        except (TierFull, TierFailed) as error:
+            return error
+        known.segments.mark_dirty(segment)
+        if sync_follows:
+            self._storage.start_writeback(fd, offset, sum(map(len, buffers)))
+        return None
 
     def _read_run(
         self, known: _Pool, slots: U32, memory: U8, arena_slots: U32

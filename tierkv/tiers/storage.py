@@ -28,6 +28,9 @@ class BlockStorage(Protocol):
         """Fill the buffers one after the other; returns the bytes read, fewer only at the end."""
         ...
 
+    def start_writeback(self, fd: int, offset: int, length: int) -> None:
+        """Let the device begin with written bytes. Makes nothing durable, and never fails."""
+
     def fdatasync(self, fd: int) -> None:
         """Make a file's content and size durable."""
 
