@@ -18,15 +18,15 @@ from tierkv.core.state import PoolShape
 from tierkv.tiers.sizes import slot_bytes
 
 BATCHES_RESIDENT = 4
-BATCHES_ON_DISK = 3
-WORKERS = 4
+WORKERS = (1, 4)
 
 
 def run(bench: Bench) -> Iterator[Line]:
     """With small and with large blocks."""
     for spec in blocks.specs(bench):
         yield _kill(bench, spec)
-        yield _power(bench, spec)
+        for workers in WORKERS:
+            yield _power(bench, spec, workers)
 
 
 def _kill(bench: Bench, spec: KVSpec) -> Line:
@@ -55,45 +55,42 @@ def _kill(bench: Bench, spec: KVSpec) -> Line:
     return measured.line(name, gigabytes_per_s(payload.nbytes), "kill", ["none"], place)
 
 
-def _power(bench: Bench, spec: KVSpec) -> Line:
-    """Several workers at once, as one's blocks are copied while another's are synced."""
+def _power(bench: Bench, spec: KVSpec, workers: int) -> Line:
+    """Workers that put without a pause: while one's blocks are synced, others' are written."""
     place = bench.two_cores
     payload = blocks.some_payload(spec, blocks.batch_blocks(bench, spec))
     slot = slot_bytes(Tier.DISK, PoolShape(spec.block_bytes, spec.block_tokens))
+    # A batch in work and one to evict for each worker. The disk holds more than memory does, or
+    # blocks would have to be written again before they leave memory.
+    resident = 2 * workers
     settings = {
         "wal.durability": "power",
-        "device.bytes": str(BATCHES_RESIDENT * payload.nbytes),
-        "disk.bytes": str(BATCHES_ON_DISK * len(payload) * slot),
+        "device.bytes": str(resident * payload.nbytes),
+        "disk.bytes": str((resident + 1) * len(payload) * slot),
     }
-    name, times = f"durability.put.{blocks.label(spec)}.power", blocks.repeats(bench)
+    name = f"durability.put.{blocks.label(spec)}.power.x{workers}"
     with ExitStack() as leaving:
         daemon = leaving.enter_context(Daemon(bench, place, name, settings))
-        raw = leaving.enter_context(RawFile(bench, len(payload) * slot, payload, slot))
-        workers = [
-            _Worker(leaving.enter_context(daemon.connect()).namespace(spec), spec, share, number)
-            for number, share in enumerate(_shares(payload))
+        raw = leaving.enter_context(RawFile(bench, payload, slot, batches=resident + 1))
+        all_workers = [
+            _Worker(leaving.enter_context(daemon.connect()).namespace(spec), spec, payload, number)
+            for number in range(workers)
         ]
         # Until every slot was written once, the file system still allocates.
-        for _ in range(BATCHES_ON_DISK):
-            _together(workers)
+        for _ in range(resident + 1):
             raw.write()
+        for _ in range(3):
+            _together(all_workers, 1)
+        puts = bench.pick(12, 4) // workers
         measured = bench.interleave(
             place,
             {
-                "tierkv": lambda: repeat(lambda: _together(workers), times),
-                "pwritev + fdatasync": lambda: repeat(raw.write, times),
+                "tierkv": lambda: _together(all_workers, puts),
+                "pwritev + fdatasync": lambda: repeat(raw.write, blocks.repeats(bench)),
             },
         )
     unit = gigabytes_per_s(payload.nbytes)
-    note = f"{len(workers)} workers"
-    return measured.line(name, unit, "tierkv", ["pwritev + fdatasync"], place, note=note)
-
-
-def _shares(payload: U8) -> list[U8]:
-    """The payload in equal parts, one for each worker."""
-    size = len(payload) // WORKERS
-    ends = [*range(size, len(payload), size)][: WORKERS - 1]
-    return [payload[at:end] for at, end in zip([0, *ends], [*ends, len(payload)], strict=True)]
+    return measured.line(name, unit, "tierkv", ["pwritev + fdatasync"], place)
 
 
 class _Worker:
@@ -102,16 +99,18 @@ class _Worker:
         self._payload = payload
         self._prompts = blocks.Prompts(spec, len(payload), first_seed=number << 32)
 
-    def put(self) -> None:
-        """Cache the worker's share, acknowledged as durable."""
-        blocks.put(self._namespace, self._prompts.fresh(), self._payload)
+    def put(self, times: int) -> None:
+        """Cache fresh batches, one after the other, each acknowledged as durable."""
+        for _ in range(times):
+            blocks.put(self._namespace, self._prompts.fresh(), self._payload)
 
 
-def _together(workers: list[_Worker]) -> float:
-    threads = [threading.Thread(target=worker.put) for worker in workers]
+def _together(workers: list[_Worker], puts: int) -> float:
+    """Each worker puts so many batches; seconds for one batch on average."""
+    threads = [threading.Thread(target=worker.put, args=[puts]) for worker in workers]
     began = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return time.perf_counter() - began
+    return (time.perf_counter() - began) / (puts * len(workers))

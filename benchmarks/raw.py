@@ -54,9 +54,11 @@ class RawLog(_Preallocated):
 class RawFile(_Preallocated):
     """The ceiling: the same slots, gathered from memory, a few MiB a call, then one sync."""
 
-    def __init__(self, bench: Bench, size_bytes: int, payload: U8, slot: int) -> None:
-        super().__init__(bench, size_bytes)
+    def __init__(self, bench: Bench, payload: U8, slot: int, *, batches: int) -> None:
+        super().__init__(bench, batches * len(payload) * slot)
         self._bench = bench
+        self._batch_bytes = len(payload) * slot
+        self._next = 0
         per_call = max(1, CALL_BYTES // slot)
         header = memoryview(bytes(slot - payload.shape[1]))
         self._calls = [
@@ -65,16 +67,17 @@ class RawFile(_Preallocated):
         ]
 
     def write(self) -> float:
-        """Seconds to write and sync it all, on the server's CPU."""
+        """Seconds to write and sync the payload where the oldest one lies, on the server's CPU."""
         return self._bench.on(self._bench.two_cores.server, self._write)
 
     def _write(self) -> None:
-        offset = 0
+        offset = begin = self._next
         for buffers in self._calls:
             offset += os.pwritev(self._fd, buffers, offset)
         os.fdatasync(self._fd)
-        if offset != self._size_bytes:
-            raise RuntimeError(f"{offset} of {self._size_bytes} bytes were written")
+        if offset != begin + self._batch_bytes:
+            raise RuntimeError(f"{offset - begin} of {self._batch_bytes} bytes were written")
+        self._next = offset % self._size_bytes
 
 
 def drop_page_cache(files: list[Path]) -> None:

@@ -37,7 +37,7 @@ def _with(bench: Bench, spec: KVSpec) -> Line:
     with (
         Daemon(bench, place, name, settings) as daemon,
         daemon.connect() as cache,
-        RawFile(bench, len(payload) * slot, payload, slot) as raw,
+        RawFile(bench, payload, slot, batches=BATCHES_ON_DISK) as raw,
     ):
         namespace = cache.namespace(spec)
         # Until every slot was written once, the file system still allocates.
