@@ -34,7 +34,7 @@ class _Preallocated:
 
 
 class RawLog(_Preallocated):
-    """The ceiling: one pwrite a request into a preallocated file, synced if the mode says so."""
+    """The ceiling: one pwrite a request into a preallocated file, and the mode's sync."""
 
     def __init__(self, bench: Bench, mode: str) -> None:
         super().__init__(bench, 16 << 20)
@@ -47,6 +47,9 @@ class RawLog(_Preallocated):
         """Write one frame behind the last one."""
         os.pwrite(self._fd, self._frame, self._at)
         self._at = (self._at + FRAME_BYTES) % (self._size_bytes - FRAME_BYTES)
+
+    def sync(self) -> None:
+        """Make them durable, in mode power."""
         if self._sync:
             os.fdatasync(self._fd)
 

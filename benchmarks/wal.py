@@ -45,10 +45,12 @@ def _cycles(bench: Bench, place: Placement, daemon: Daemon, mode: str) -> Line:
             for _ in range(ROUND_TRIPS):
                 link.exchange(null)
                 raw.append()
+            raw.sync()
 
         def bare() -> None:
             for _ in range(ROUND_TRIPS):
                 raw.append()
+            raw.sync()
 
         both = f"null RPC + {raw.name}"
         measured = bench.interleave(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tests.core.world import World
+from tests.crash.daemon import Daemon
+from tests.crash.pattern import SMALL
 from tierkv.core.ids import Tier
 from tierkv.service.engine import Engine
 
@@ -56,3 +58,23 @@ def test_a_twin_that_another_worker_has_sealed_but_not_yet_on_disk_is_written_fi
     world.run(engine.sealing(planner.sequence(lease, 2), flow))
     assert planner.sequence(lease, 2).rows.tolist() == planner.sequence(lease, 1).rows.tolist()
     assert on_disk(world, 2) == [True, True]
+
+
+def test_only_what_is_promised_on_disk_waits_for_a_sync() -> None:
+    with Daemon(wal__durability="power") as daemon:
+        daemon.start()
+        with daemon.connect() as client:
+
+            def syncs() -> float:
+                return daemon.metric("tierkv_wal_fsync_duration_seconds_count")
+
+            namespace = client.namespace(SMALL)
+            sequence = namespace.begin(TOKENS)
+            sequence.reserve(len(TOKENS))
+            assert syncs() == 0
+            sequence.append(TOKENS)
+            assert syncs() >= 1
+            before = syncs()
+            sequence.end()
+            namespace.begin(TOKENS).end()
+            assert syncs() == before

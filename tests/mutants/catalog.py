@@ -258,15 +258,22 @@ MUTANTS = (
     _one(
         "reply before the frame is written",
         JOURNAL,
-        'if self._durability == "none" or lsn <= self._acked_lsn():',
+        'if self._durability == "none" or lsn <= self._acked_lsn(synced):',
         "if True:",
         Simulated("kill", dies_by="kill"),
     ),
     _one(
         "reply before the frame is synced",
         JOURNAL,
-        '        if self._durability == "power":\n            return self._writer.durable_lsn\n',
+        "        if synced:\n            return self._writer.durable_lsn\n",
         "",
+        Simulated("power"),
+    ),
+    _one(
+        "the reply to a seal counts as one that need not last",
+        "tierkv.service.sessions",
+        "LASTING = (m.Seal, m.Flush)\n",
+        "LASTING = (m.Flush,)\n",
         Simulated("power"),
     ),
     _one(

@@ -94,10 +94,10 @@ class Bench:
         records["key"] = lease
         self.journal.commit(records)
 
-    def ask(self, name: str, lease: int | None = None) -> None:
+    def ask(self, name: str, lease: int | None = None, *, lasting: bool = True) -> None:
         if lease is not None:
             self.commit(lease)
-        self.journal.release(lambda: self.replies.append(name))
+        self.journal.release(lambda: self.replies.append(name), lasting=lasting)
 
     def with_blocks(self, count: int) -> Records:
         """Blocks in the state; returns the records that drop them all."""
@@ -185,6 +185,33 @@ async def test_power_replies_wait_for_the_sync_and_the_next_turn_gathers(
     assert power.replies == ["r1", "r2", "r3", "read", "late read"]
     assert power.writer.syncs == 2
     assert power.writer.durable_lsn == 4
+    power.journal.close()
+
+
+async def test_power_a_reply_about_memory_waits_for_the_write_and_wants_no_sync(
+    bench: Callable[..., Bench],
+) -> None:
+    power = bench("power")
+    power.ask("begin", 1, lasting=False)
+    assert power.replies == []
+    await turn()
+    assert power.writer.frames == [[1]]
+    assert power.replies == ["begin"]
+    assert power.writer.syncs == 0
+    power.writer.gate.clear()
+    power.ask("seal", 2)
+    await turn()
+    power.ask("look", lasting=False)
+    power.ask("begin again", 3, lasting=False)
+    await turn()
+    assert power.replies == ["begin", "look", "begin again"]
+    sealed = asyncio.Event()
+    power.journal.release(sealed.set)
+    power.writer.gate.set()
+    async with asyncio.timeout(5):
+        await sealed.wait()
+    assert power.replies[3:] == ["seal"]
+    assert power.writer.durable_lsn == 3
     power.journal.close()
 
 

@@ -149,13 +149,13 @@ class SimulatedDaemon:
     def _note_replies(self, parts: Parts) -> None:
         release, writer, ledger = parts.journal.release, self.recovered.writer, self.ledger
 
-        def noting(reply: Any) -> None:
+        def noting(reply: Any, *, lasting: bool) -> None:
             lsn = writer.appended_lsn
 
             def send() -> None:
-                ledger.promise(lsn)
+                ledger.promise(lsn, lasting=lasting)
                 reply()
 
-            release(send)
+            release(send, lasting=lasting)
 
         parts.journal.release = noting  # type: ignore[method-assign]  # listens in on one object

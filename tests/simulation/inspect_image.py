@@ -38,17 +38,26 @@ class Expected:
     sync_failed: bool = False
 
     @property
+    def _keeps_every_reply(self) -> bool:
+        """The files are as the process left them, and it waited for its writes."""
+        unharmed = self.kind == "kill" and not self.sync_failed and not self.lies
+        return unharmed and self.durability != "none"
+
+    @property
+    def _keeps_seals(self) -> bool:
+        return self._keeps_every_reply or (self.durability == "power" and not self.lies)
+
+    @property
     def lsn(self) -> int:
         """The log must reach at least here."""
-        kept = self.durability == "power" or (
-            self.durability == "kill" and self.kind == "kill" and not self.sync_failed
-        )
-        return self.promise.lsn if kept and not self.lies else 0
+        if self._keeps_every_reply:
+            return self.promise.lsn
+        return self.promise.lasting_lsn if self._keeps_seals else 0
 
     @property
     def sealed(self) -> frozenset[bytes]:
         """These blocks must be found."""
-        return self.promise.sealed if self.lsn and self.keeps_all else frozenset()
+        return self.promise.sealed if self._keeps_seals and self.keeps_all else frozenset()
 
     @property
     def on_disk(self) -> frozenset[bytes]:

@@ -37,9 +37,13 @@ class Violation(Enum):
 
 @dataclass
 class Promise:
-    """What is acknowledged at one moment: may be copied and compared with an image of it."""
+    """What is acknowledged at one moment: may be copied and compared with an image of it.
+
+    The log reaches ``lsn`` if only the process died, ``lasting_lsn`` whatever its mode keeps.
+    """
 
     lsn: int = 0
+    lasting_lsn: int = 0
     sealed: frozenset[bytes] = frozenset()
     on_disk: frozenset[bytes] = frozenset()
     """Names of the blocks on disk in the last finished checkpoint, and ever since."""
@@ -113,9 +117,12 @@ class Ledger:
         for names in self.committed.values():
             names &= now
 
-    def promise(self, lsn: int) -> None:
+    def promise(self, lsn: int, *, lasting: bool) -> None:
         """A reply went out that stands for all records up to ``lsn``."""
-        self.promise_now.lsn = max(self.promise_now.lsn, lsn)
+        promise = self.promise_now
+        promise.lsn = max(promise.lsn, lsn)
+        if lasting:
+            promise.lasting_lsn = max(promise.lasting_lsn, lsn)
 
     def issued(self, name: bytes, parent: bytes, tokens: tuple[int, ...], payload: bytes) -> None:
         """A worker is about to seal a block."""

@@ -327,12 +327,15 @@ class _Run:
         kept = durability == "power" or (durability == "kill" and kind == "kill")
         damaged = self.ledger.device_lies or (self._sync_failed and durability != "power")
         if not kept or damaged:
-            promise.lsn, promise.sealed = 0, frozenset()
+            promise.lsn, promise.lasting_lsn, promise.sealed = 0, 0, frozenset()
+        elif kind == "power" or self._sync_failed:
+            promise.lsn = promise.lasting_lsn
         if damaged or self._sync_failed:
             promise.on_disk = frozenset()
         self.ledger.happened[f"ended by {kind}"] += 1
         self._ended_by = kind
-        self._must_resume = kind == "kill" and kept and not damaged
+        unharmed = not damaged and not self._sync_failed
+        self._must_resume = kind == "kill" and kept and unharmed
         if not self._must_resume:
             self._end_leases()
 
@@ -374,7 +377,8 @@ class _Run:
             storage.flip_bit(path, rng.randrange(8 * max(1, storage.size(path))))
             self.ledger.device_lies = True
             promise = self.ledger.promise_now
-            promise.lsn, promise.sealed, promise.on_disk = 0, frozenset(), frozenset()
+            promise.lsn, promise.lasting_lsn = 0, 0
+            promise.sealed, promise.on_disk = frozenset(), frozenset()
             self._must_resume = False
             self._end_leases()
 

@@ -85,7 +85,7 @@ def test_a_seed_is_one_history() -> None:
 
 @pytest.mark.slow
 def test_a_failing_plan_shrinks_to_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_early(journal: Journal) -> int:
+    def too_early(journal: Journal, synced: bool) -> int:
         return journal._writer.appended_lsn
 
     monkeypatch.setattr(Journal, "_acked_lsn", too_early)

@@ -205,8 +205,9 @@ class Wal(_Section, frozen=True):
         Literal["kill", "none", "power"],
         _text(
             "What an acknowledged change survives: kill = the daemon's death (it is in the "
-            "kernel before the reply), power = the machine's as well (fdatasync before the "
-            "reply), none = neither (written every none_flush_s).",
+            "kernel before the reply), power = sealed blocks survive the machine's as well "
+            "(fdatasync before the reply to a seal), none = neither (written every "
+            "none_flush_s).",
             flag="--durability",
         ),
     ] = "kill"

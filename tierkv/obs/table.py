@@ -249,7 +249,7 @@ _WAL = (
         "tierkv_wal_fsync_duration_seconds",
         Type.HISTOGRAM,
         "Time of one sync of the log to the drive.",
-        'With durability = "power" every reply waits for one.',
+        'With durability = "power" every seal waits for one.',
         buckets=FSYNC_BUCKETS_S,
     ),
     Declared(

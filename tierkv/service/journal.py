@@ -3,7 +3,8 @@
 All requests of one loop turn share one frame and one write. With durability
 
 - ``kill``: the frame is written (so the kernel has it) before any reply of the turn goes out;
-- ``power``: a thread syncs the log, replies follow; the next turn gathers meanwhile, no timer;
+- ``power``: the same, but for lasting replies. A thread syncs the log, they follow; the next turn
+  gathers meanwhile, no timer;
 - ``none``: replies go out at once, the frame is written some milliseconds later.
 """
 
@@ -48,7 +49,9 @@ class Journal:
         self._none_flush_s = none_flush_s
         self._on_death = on_death
         self._on_sync = on_sync
-        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self._unwritten: deque[tuple[int, Callable[[], None]]] = deque()
+        self._unsynced: deque[tuple[int, Callable[[], None]]] = deque()
+        """Replies by the LSN they wait for, in its order."""
         self._freed_lsn = 0
         """LSN of the last record that freed a slot."""
         self._scheduled_flush: asyncio.Handle | None = None
@@ -78,16 +81,21 @@ class Journal:
                 self._freed_lsn = lsn
         self._schedule_flush()
 
-    def release(self, reply: Callable[[], None]) -> None:
-        """Call ``reply`` when all that is committed by now is durable enough."""
+    def release(self, reply: Callable[[], None], *, lasting: bool = True) -> None:
+        """Call ``reply`` when all that is committed by now is durable enough.
+
+        A reply that is not ``lasting`` promises nothing that could outlive the machine's memory,
+        as leases and sequences cannot. So it waits for no sync, whatever the mode.
+        """
         if self._dead:
             return
+        synced = lasting and self._durability == "power"
         lsn = self._writer.appended_lsn
-        if self._durability == "none" or lsn <= self._acked_lsn():
+        if self._durability == "none" or lsn <= self._acked_lsn(synced):
             reply()
             return
-        self._waiting.append((lsn, reply))
-        if self._durability == "power" and self._scheduled_flush is None:
+        (self._unsynced if synced else self._unwritten).append((lsn, reply))
+        if synced and self._scheduled_flush is None:
             # Written already, in a turn in which nobody waited.
             self._start_sync()
 
@@ -101,7 +109,7 @@ class Journal:
         self.write_freed()
         if self._durability == "power" and self._writer.durable_lsn < lsn:
             synced = asyncio.Event()
-            self._waiting.append((lsn, synced.set))
+            self._unsynced.append((lsn, synced.set))
             self._start_sync()
             await synced.wait()
 
@@ -133,8 +141,8 @@ class Journal:
             self._flush()
         self._sync_thread.shutdown()
 
-    def _acked_lsn(self) -> int:
-        if self._durability == "power":
+    def _acked_lsn(self, synced: bool) -> int:
+        if synced:
             return self._writer.durable_lsn
         return self._writer.written_lsn
 
@@ -167,12 +175,13 @@ class Journal:
             self.die(error)
 
     def _release_waiting(self) -> None:
-        acked = self._acked_lsn()
-        while self._waiting and self._waiting[0][0] <= acked:
-            self._waiting.popleft()[1]()
+        for waiting, synced in ((self._unwritten, False), (self._unsynced, True)):
+            acked = self._acked_lsn(synced)
+            while waiting and waiting[0][0] <= acked:
+                waiting.popleft()[1]()
 
     def _start_sync(self) -> None:
-        if self._syncing or self._dead or not self._waiting:
+        if self._syncing or self._dead or not self._unsynced:
             return
         self._syncing = True
         loop = asyncio.get_running_loop()
@@ -210,5 +219,6 @@ class Journal:
         if self._dead:
             return
         self._dead = True
-        self._waiting.clear()
+        self._unwritten.clear()
+        self._unsynced.clear()
         self._on_death(error if isinstance(error, Exception) else RuntimeError(repr(error)))

@@ -28,6 +28,10 @@ from tierkv.tiers.entry import split_hashes
 
 log = logging.getLogger(__name__)
 
+LASTING = (m.Seal, m.Flush)
+"""What is promised by the reply to these is on disk. Any other is about memory, or a lease on it:
+a worker that could hold us to it ends with the machine."""
+
 SCRATCH_BYTES = 64 << 20
 """Query and output memory of one connection; only touched pages exist."""
 
@@ -148,7 +152,7 @@ class Sessions:
                 except LimitExceeded as error:  # of the reply's own size
                     connection.fail(error, request_id)
 
-            self._engine.journal.release(send)
+            self._engine.journal.release(send, lasting=isinstance(message, LASTING))
 
         if isinstance(message, m.Hello):
             self._engine.start(self._hello(session, connection, message), done)
