@@ -394,8 +394,14 @@ async def test_records_that_stand_each_for_itself_go_into_several_frames(
 ) -> None:
     kill = bench("kill")
     kill.writer.append_records_max = 4
-    kill.journal.commit(kill.with_blocks(10))
-    assert kill.writer.appended_lsn == 10
+    dropped = kill.with_blocks(10)
+    placed = dropped.copy()
+    placed["type"], placed["tier"] = Kind.PLACE, Tier.DISK
+    kill.journal.commit(placed)
+    kill.journal.commit(dropped)
+    assert kill.writer.appended_lsn == 20
+    dropped["tier"] = Tier.DISK
+    kill.journal.commit(dropped)
     assert not len(kill.state.live_rows())
     await turn()
     kill.journal.close()

@@ -25,12 +25,9 @@ from tierkv.core.slot_tables import SlotTables
 from tierkv.core.state import State
 from tierkv.errors import PoolExhausted, TierFailed, TierFull
 
-MOVE_BLOCKS = 512
+MOVE_BLOCKS = 1024
 MOVE_BYTES = 64 << 20
-"""A move is long enough to amortise a thread's wake-up and a sync, and short enough to pipeline.
-
-No small log segment is too small for the records of one.
-"""
+"""A move is long enough to amortise a thread's wake-up and a sync, and short enough to pipeline."""
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ from tierkv.core.records import Kind, Records
 from tierkv.core.state import State
 from tierkv.errors import LimitExceeded
 
-_INDEPENDENT = (Kind.DROP, Kind.SEQ_CLOSE)
+_INDEPENDENT = (Kind.DROP, Kind.PLACE, Kind.SEQ_CLOSE)
 """Records that mean the same whether or not their neighbours survive a crash with them."""
 
 
