@@ -225,7 +225,7 @@ class _Run:
     # --- crashes ----------------------------------------------------------------------------------
 
     def _before_call(self, call: str, path: str) -> None:
-        if call not in CHANGES or self._after is not None:
+        if call not in CHANGES or self._after is not None or self._looking:
             return
         self._looking = True
         self._look()
