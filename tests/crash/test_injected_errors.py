@@ -183,9 +183,9 @@ def test_a_write_that_is_only_claimed_to_be_done_is_found_out_or_missed(
 
 def test_a_failed_sync_on_the_sync_thread_ends_the_daemon_before_another_promise() -> None:
     with Daemon(wal__durability="power", disk__segment_bytes="1MiB") as daemon:
-        # The n-th sync of whichever thread comes to it first: it is the log's.
-        fault = ("-e", "trace=fdatasync", "-e", "inject=fdatasync:error=EIO:when=40")
-        daemon.launch("strace", "-D", "-f", "-qq", "-o", os.devnull, *fault)
+        fault = ("-e", "trace=fdatasync", "-e", "inject=fdatasync:error=EIO:when=20")
+        of_the_log = ("-P", str(daemon.state / "wal" / "0000000000000001.wal"))
+        daemon.launch("strace", "-D", "-f", "-qq", "-o", os.devnull, *of_the_log, *fault)
         daemon.wait_until_serving()
         acknowledged: list[int] = []
         with contextlib.suppress(Unavailable), daemon.connect(reconnect_s=0.2) as client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -44,7 +45,10 @@ def kept(tmp_path: Path) -> Iterator[SupervisedDaemon]:
 
 def memfds(pid: int) -> set[str]:
     """Names of the memfds that a process has open."""
-    links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
+    links = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed since
+            links.append(os.readlink(f"/proc/{pid}/fd/{name}"))
     return {
         link.removeprefix("/memfd:").removesuffix(" (deleted)")
         for link in links

@@ -492,7 +492,7 @@ MUTANTS = (
 )
 
 CONTROLS = (
-    Mutant("nothing is broken", (), Simulated("power", runs=25)),
+    Mutant("nothing is broken", (), Simulated("power", runs=12)),
     Mutant(
         "nothing is checked, but the order is kept",
         UNCHECKED,
@@ -501,7 +501,7 @@ CONTROLS = (
     Mutant(
         "nothing is checked, but every DROP is synced first",
         UNCHECKED,
-        Simulated("power", disk=6, write="demote", lived_on=0.5, runs=40),
+        Simulated("power", disk=6, write="demote", lived_on=0.5, runs=20),
     ),
 )
 """What must survive: the hunters accuse nobody without reason."""

@@ -14,14 +14,14 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 from unittest import mock
 
 from tests.simulation.daemon import SimulatedDaemon, open_store
 from tests.simulation.inspect_image import Expected, Inspector
-from tests.simulation.ledger import Ledger, Violation, digest
+from tests.simulation.ledger import Ledger, Promise, Violation, digest
 from tests.simulation.loop import Crash, SimulatedLoop, Stuck
 from tests.simulation.machine import STATE_DIR, CrashKind, SimulatedMachine
 from tests.simulation.plan import WORKERS, Fault, Life, Plan, Step
@@ -127,6 +127,7 @@ class _Run:
         self._inspector = Inspector(self._config, SHAPE)
         self._workers = [Worker(number, self.ledger) for number in range(WORKERS)]
         self._sync_failed = False
+        self._disk_refused = False
         self._must_resume = False
         self._ended_by: CrashKind = "kill"
 
@@ -184,9 +185,11 @@ class _Run:
             return
         self._recovering = False
         self._looking = True
-        self.ledger.unreadable = self._inspector.check(
-            daemon.recovered, self.ledger, self._expected(self._ended_by)
-        )
+        expected = self._expected(self._ended_by)
+        if any(fault.call == "preadv" for fault in life.faults):
+            # The device refuses to read: what is there cannot be seen now.
+            expected = replace(expected, promise=Promise())
+        self.ledger.unreadable = self._inspector.check(daemon.recovered, self.ledger, expected)
         self._looking = False
         for worker in self._workers:
             await worker.connect(daemon, must_resume=self._must_resume)
@@ -270,7 +273,7 @@ class _Run:
             promise=self.ledger.promise_now,
             durability=self.plan.durability,
             kind=kind,
-            keeps_all=self.plan.keeps_all,
+            keeps_all=self.plan.keeps_all and not self._disk_refused,
             exact=exact,
             lies=self.ledger.device_lies,
             sync_failed=self._sync_failed,
@@ -359,6 +362,9 @@ class _Run:
         self.ledger.device_lies |= fault.kind == "lie"
         syncs = fault.kind == "eio" and fault.call in ("fdatasync", "fsync_dir")
         self._sync_failed = self._sync_failed or syncs
+        # While the disk tier is out of service, what leaves memory is gone: it was a cache.
+        on_disk_tier = fault.kind in ("eio", "enospc") and fault.path in ("", ".seg")
+        self._disk_refused = self._disk_refused or on_disk_tier
         self._machine.storage.inject(
             errors[fault.kind], fault.call, path=fault.path, nth=fault.nth, times=fault.times
         )
