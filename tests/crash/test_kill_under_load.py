@@ -115,7 +115,7 @@ class Storm:
 
 
 CASES = {
-    "kill": Case("kill", 50),
+    "kill": Case("kill", 57),
     "at-a-log-write": Case("kill", 15, at_write=True),
     "power": Case("power", 10, reboot=True),
     # Its device tier does not outlive the daemon: only what went further down must be right.
