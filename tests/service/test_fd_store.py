@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -63,6 +64,38 @@ def test_whatever_of_a_replacement_gets_lost_the_next_daemon_takes_over_one_aren
             assert third.adopted == (len(left - first) == 2 and not left & first)
             third.close()
         assert [name for name, _ in supervisor.passed_on()] == ARENAS[:2]
+
+
+@pytest.mark.parametrize("heard", [0, 1, 2])
+def test_an_arena_that_the_manager_was_not_told_of_is_not_found(
+    tmp_path: Path, heard: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of payload, table and barrier only so many are sent."""
+    left = heard
+
+    def hand_over(notifier: Notifier, *lines: str, fds: Sequence[int] = ()) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ECONNREFUSED, "gone")
+        notifier._send(lines, fds, 1.0)
+
+    def gone(_notifier: Notifier) -> None:
+        raise OSError(errno.ETIMEDOUT, "silent")
+
+    with Supervisor(tmp_path / "notify") as supervisor, started(supervisor) as store:
+        before = len(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patch:
+            patch.setattr(Notifier, "hand_over", hand_over)
+            patch.setattr(Notifier, "wait_until_done", gone)
+            with pytest.raises(TierFailed):
+                store.make("device", BUDGET_BYTES, b"table")
+        assert store.find("device") is None
+        # The manager is a part of this process, and holds what it has heard of.
+        assert len(os.listdir("/proc/self/fd")) <= before + heard
+        # Tried again, it is one arena.
+        open_arena(store).close()
+        assert store.find("device") is not None
 
 
 def test_replacing_an_arena_takes_as_many_messages_as_the_test_above_thinks(

@@ -74,16 +74,22 @@ class FdStore:
 
     def make(self, name: str, payload_bytes: int, table: bytes) -> ArenaFds:
         """See ArenaHome. Returns when the manager holds both parts."""
-        payload_fd = _memory(_stored_name(name, "arena"), payload_bytes, _SEALS)
-        table_fd = _memory(_stored_name(name, "table"), len(table), 0)
-        os.pwrite(table_fd, table, 0)
-        # In this order, and not on after a failure: a table never comes to lie beside another
-        # arena's payload.
-        for part, fd in zip(_PARTS, (payload_fd, table_fd), strict=True):
-            stored = _stored_name(name, part)
-            self._held.setdefault(stored, []).append(fd)
-            self._tell("FDSTORE=1", f"FDNAME={stored}", "FDPOLL=0", fds=[fd])
-        self._wait()
+        payload, stored_table = (_stored_name(name, part) for part in _PARTS)
+        try:
+            payload_fd = self._hold(payload, _memory(payload, payload_bytes, _SEALS))
+            table_fd = self._hold(stored_table, _memory(stored_table, len(table), 0))
+            os.pwrite(table_fd, table, 0)
+            # In this order, and not on after a failure: a table never comes to lie beside another
+            # arena's payload.
+            for stored, fd in ((payload, payload_fd), (stored_table, table_fd)):
+                self._tell("FDSTORE=1", f"FDNAME={stored}", "FDPOLL=0", fds=[fd])
+            self._wait()
+        except (OSError, TierFailed):
+            # What the manager may hold of it must never be taken over, nor what it does not hold.
+            self._empty(name)
+            for stored in (payload, stored_table):
+                self._close(stored)
+            raise
         return ArenaFds(os.dup(payload_fd), os.dup(table_fd))
 
     def drop(self, name: str) -> None:
@@ -107,6 +113,10 @@ class FdStore:
         """Close all descriptors. Those of arenas in use, and the manager's, stay open."""
         for stored in list(self._held):
             self._close(stored)
+
+    def _hold(self, stored: str, fd: int) -> int:
+        self._held.setdefault(stored, []).append(fd)
+        return fd
 
     def _empty(self, name: str) -> None:
         """So that the arena is never taken over, even if the manager should go on holding it."""
