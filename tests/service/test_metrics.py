@@ -205,8 +205,9 @@ def test_log_and_checkpoint(daemon: Daemon, ns, client) -> None:
     assert 4 <= after["tierkv_wal_frames_total"] - before["tierkv_wal_frames_total"] <= 12
     assert after["tierkv_wal_segments"] == status["wal"]["segments"] == 1
     syncs = "tierkv_wal_fsync_duration_seconds_count"
-    assert after[syncs] >= before[syncs] + 4
-    assert status["wal"]["durable_lsn"] == status["wal"]["appended_lsn"]
+    # Only the seal's reply waits for one.
+    assert after[syncs] >= before[syncs] + 1
+    assert status["wal"]["durable_lsn"] <= status["wal"]["appended_lsn"]
 
     began = time.time()
     client.flush()
@@ -216,7 +217,7 @@ def test_log_and_checkpoint(daemon: Daemon, ns, client) -> None:
     assert made == pytest.approx(time.time() - status["checkpoint"]["age_s"], abs=1)
     count = "tierkv_checkpoint_duration_seconds_count"
     assert after[count] >= before[count] + 1
-    assert 0 < status["checkpoint"]["lsn"] <= status["wal"]["appended_lsn"]
+    assert 0 < status["checkpoint"]["lsn"] <= status["wal"]["durable_lsn"]
 
 
 def test_requests_by_verb_and_code(daemon: Daemon) -> None:

@@ -362,9 +362,10 @@ class _Run:
         self.ledger.device_lies |= fault.kind == "lie"
         syncs = fault.kind == "eio" and fault.call in ("fdatasync", "fsync_dir")
         self._sync_failed = self._sync_failed or syncs
-        # While the disk tier is out of service, what leaves memory is gone: it was a cache.
+        # While the disk tier is out of service, what leaves memory is gone: it was a cache. (With
+        # "power" nothing is acknowledged that is in memory only.)
         on_disk_tier = fault.kind in ("eio", "enospc") and fault.path in ("", ".seg")
-        self._disk_refused = self._disk_refused or on_disk_tier
+        self._disk_refused |= on_disk_tier and self.plan.durability != "power"
         self._machine.storage.inject(
             errors[fault.kind], fault.call, path=fault.path, nth=fault.nth, times=fault.times
         )
