@@ -194,7 +194,7 @@ MUTANTS = (
         SEGMENT,
         "            storage.fdatasync(fd)\n            storage.drop_cache(fd)\n",
         "            storage.drop_cache(fd)\n",
-        Tests(("tests/wal/test_crash.py",)),
+        Tests(("tests/wal/test_crash.py::test_what_a_reader_has_found_survives_power_loss",)),
     ),
     # --- steps in another order -------------------------------------------------------------------
     _one(

@@ -161,3 +161,22 @@ def test_every_call_of_a_fixed_history_is_a_crash_point():
         }
         for mode in ("kill", "power"):
             run([generation] * 2, [mode] * 2)
+
+
+def test_what_a_reader_has_found_survives_power_loss():
+    """The process died before it synced; the next one builds on what it reads."""
+    storage = SimulatedStorage()
+    storage.mkdir("/wal")
+    storage.fsync_dir("/")
+    reader = WalReader(storage, "/wal", bytes(16), 0)
+    assert list(reader.frames()) == []
+    writer = reader.writer(1, 8192)
+    writer.append(bytes(64) * 20)
+    written_lsn = writer.write()
+    killed = storage.crash(Random(0), "kill")
+    found = WalReader(killed, "/wal", bytes(16), 0)
+    assert sum(len(frame.records) for frame in found.frames()) == 20
+    for seed in range(20):
+        again = WalReader(killed.crash(Random(seed), "power"), "/wal", bytes(16), 0)
+        assert sum(len(frame.records) for frame in again.frames()) == 20
+        assert again.end.lsn == written_lsn
