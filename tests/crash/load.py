@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 from tests.crash.daemon import freeze
 from tierkv.client.sync import Client
@@ -11,6 +12,9 @@ from tierkv.torture.load import Load as AnyLoad
 from tierkv.torture.promises import Chain, Promise, longest, look_up, read
 
 __all__ = ["PAUSE_S", "Load", "Promise", "check_bytes", "check_found", "longest"]
+
+WAIT_S = 30.0
+"""Longest wait for something that must happen; only a failing test reaches it."""
 
 
 class Load(AnyLoad):
@@ -21,6 +25,14 @@ class Load(AnyLoad):
         self.check_workers()
         for worker in self._workers:
             freeze(worker.pid)
+
+    def await_a_worker(self, client: Client) -> None:
+        """Return when one worker is back; the others may still be on their way."""
+        deadline = time.monotonic() + WAIT_S
+        while client.stat()["connections"] < 2:
+            self.check_workers()
+            assert time.monotonic() < deadline, "no worker comes back"
+            time.sleep(0.01)
 
     def thaw(self) -> None:
         """Let frozen workers go on."""

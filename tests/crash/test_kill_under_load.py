@@ -25,8 +25,6 @@ SAMPLE = 60
 WORKERS = 2
 WANTED = ("seals", "forks", "resumptions", "host hits", "disk hits")
 """What the workers that live at the end must have come to."""
-WAIT_S = 30.0
-"""Longest wait for something that must happen; only a failing test reaches it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Storm:
 
     def kill(self) -> None:
         """Let them work for a moment, kill, start again, check."""
-        self._await_a_worker()
+        self.load.await_a_worker(self.client)
         time.sleep(self.chance.uniform(0.05, 0.5))
         self.load.check_workers()
         if self.case.at_write:
@@ -92,14 +90,6 @@ class Storm:
         assert failures == 0, "something was written wrong"
         self.load.check_workers()
         self.load.go_on()
-
-    def _await_a_worker(self) -> None:
-        """Return when one worker is back; the other may still be on its way."""
-        deadline = time.monotonic() + WAIT_S
-        while self.client.stat()["connections"] < 2:
-            self.load.check_workers()
-            assert time.monotonic() < deadline, "no worker comes back"
-            time.sleep(0.01)
 
     def _check_recovery(self) -> None:
         status = self.client.stat()

@@ -27,8 +27,6 @@ CUTS = int(os.environ.get("TIERKV_CRASH_CUTS", "0"))
 WORKERS = 2
 SAMPLE = 12
 VERIFY_EVERY = 8
-WAIT_S = 30.0
-"""Longest wait for something that must happen; only a failing test reaches it."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class Storm:
 
     def cut(self, *, thorough: bool) -> None:
         """Let the workers work for a moment, cut the power, start again, check."""
-        self._await_a_worker()
+        self.load.await_a_worker(self.client)
         self.epoch = self.client.epoch
         self.daemon.prepare()
         self._put_and_get()
@@ -150,13 +148,6 @@ class Storm:
         self.load.freeze()
         self.disk.power_up()
         self.daemon.forget_ram()
-
-    def _await_a_worker(self) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while self.client.stat()["connections"] < 2:
-            self.load.check_workers()
-            assert time.monotonic() < deadline, "no worker comes back"
-            time.sleep(0.01)
 
     def _check_recovery(self) -> None:
         status = self.client.stat()

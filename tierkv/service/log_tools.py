@@ -214,17 +214,23 @@ class StoppedLog:
             records += len(frame.records)
             require_known(frame.records[:, 0])
         end = _end_of(reader)
-        verdict = LogVerdict(frames, records, self._intact_behind(end.lsn), end)
+        _, unreached = self._segments_and_records_behind(end.lsn)
+        verdict = LogVerdict(frames, records, unreached, end)
         if self.index_fault:
             verdict.findings.append(self.index_fault)
         if verdict.end.kind == CORRUPT:
             verdict.findings.append(f"{end.path} at byte {end.offset}: {end.reason}")
         return verdict
 
-    def _intact_behind(self, lsn: int) -> int:
-        """How many records of whole frames lie behind an LSN."""
-        frames = [seen for seen in self.look(lsn) if isinstance(seen, SeenFrame)]
-        return sum(len(one.records) for one in frames if one.header.last_lsn > lsn)
+    def _segments_and_records_behind(self, lsn: int) -> tuple[list[str], int]:
+        """Paths of all segments, and how many records of whole frames lie behind an LSN."""
+        segments, records = [], 0
+        for seen in self.look(lsn):
+            if isinstance(seen, SegmentFile):
+                segments.append(seen.path)
+            elif isinstance(seen, SeenFrame) and seen.header.last_lsn > lsn:
+                records += len(seen.records)
+        return segments, records
 
     def plan_repair(self) -> RepairPlan:
         """What ``repair`` would do. Raises CorruptionError if the index is damaged."""
@@ -238,14 +244,13 @@ class StoppedLog:
         reader = self._site.open_log(self.checkpoint_lsn)
         kept = sum(len(frame.records) for frame in reader.frames())
         end = _end_of(reader)
-        lost = self._intact_behind(end.lsn)
-        segments = [seen.path for seen in self.look() if isinstance(seen, SegmentFile)]
         is_corrupt = end.kind == CORRUPT
+        segments, lost = self._segments_and_records_behind(end.lsn) if is_corrupt else ([], 0)
         return RepairPlan(
             end=end,
             kept_records=kept,
-            lost_records=lost if is_corrupt else 0,
-            segments=segments if is_corrupt else [],
+            lost_records=lost,
+            segments=segments,
             quarantine=str(self._directory.quarantine),
         )
 

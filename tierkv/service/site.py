@@ -104,16 +104,17 @@ def open_site(
     machine: Machine,
 ) -> Site:
     """Read or make the store's FORMAT. Raises CorruptionError, ConfigError, OSError."""
-    is_new = directory.read_format() is None
-    stored = _open_format(config, directory)
-    return Site(config, directory, stored, is_new, machine, progress)
-
-
-def _open_format(config: Config, directory: StateDirectory) -> StoreFormat:
-    stored = directory.read_format()
-    if stored is None:
+    found = directory.read_format()
+    if found is None:
         stored = _fresh_format(config)
         directory.write_format(stored)
+    else:
+        stored = _with_sizes_of(config, directory, found)
+    return Site(config, directory, stored, found is None, machine, progress)
+
+
+def _with_sizes_of(config: Config, directory: StateDirectory, stored: StoreFormat) -> StoreFormat:
+    """The store's FORMAT with the configured sizes, written if they have changed."""
     if config.disk.bytes and stored.disk_segment_bytes != config.disk.segment_bytes:
         log.info(
             "disk.segment_bytes is %d, but this store keeps the %d bytes it was made with",
