@@ -74,20 +74,25 @@ class Supervisor:
             if not data:
                 return
             lines = data.decode().split("\n")
-            if self.deaf_after != 0:
-                self._obey(lines, fds)
+            kept = self.deaf_after != 0 and self._obey(lines, fds)
             if self.deaf_after:
                 self.deaf_after -= 1
-            for fd in fds:
+            for fd in () if kept else fds:
                 os.close(fd)
 
-    def _obey(self, lines: list[str], fds: list[int]) -> None:
+    def _obey(self, lines: list[str], fds: list[int]) -> bool:
+        """Whether the descriptors are stored.
+
+        As they are: a copy of each would be there twice for a moment, and tests count.
+        """
         (name,) = [line[7:] for line in lines if line.startswith("FDNAME=")] or ["stored"]
         if "FDSTOREREMOVE=1" in lines:
             if name in self.stored:
                 self.forget(name)
         elif "FDSTORE=1" in lines:
-            self.stored.setdefault(name, []).extend(os.dup(fd) for fd in fds)
+            self.stored.setdefault(name, []).extend(fds)
+            return True
+        return False
 
 
 class SupervisedDaemon(Daemon):
