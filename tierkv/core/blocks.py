@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tierkv.core.ids import I64, NO_SLOT, U32, U64, Bool, Tier
+from tierkv.core.ids import I64, NO_SLOT, U8, U32, U64, Bool, Tier
 
 SEALED = 1
 """Flag: the block is full and immutable; its hash, parent and checksum are set."""
@@ -29,6 +29,16 @@ VALUE = np.dtype(
 )
 """The persistent part of one row, 64 bytes: what a checkpoint stores."""
 
+_FLAGS = np.arange(4)
+_SEALED = (_FLAGS & SEALED) != 0
+_INDEXED = (_FLAGS & INDEXED) != 0
+_PRESENT = [np.uint8(1 << tier) for tier in Tier]
+"""Per tier: the bit of ``Blocks.where`` that says the block has a copy there."""
+_WHERE = np.arange(1 << len(Tier), dtype=np.uint8)
+_HAS = [(_WHERE & bit) != 0 for bit in _PRESENT]
+_BEST = np.array([min((t for t in Tier if w >> t & 1), default=len(Tier)) for w in _WHERE.tolist()])
+# Looked up, not computed: on few rows an arithmetic call of numpy costs twice as much.
+
 SLOT_FIELDS = ("slot_device", "slot_host", "slot_disk")
 
 
@@ -51,6 +61,8 @@ class Blocks:
         self.refs = np.zeros(rows, np.int32)
         self.active = np.zeros(rows, np.int32)
         self.slot: list[U32] = [np.full(rows, NO_SLOT, np.uint32) for _ in Tier]
+        self._where: U8 = np.zeros(rows, np.uint8)
+        """A bit per tier: whether ``slot`` names one there."""
 
     def __len__(self) -> int:
         return len(self.id)
@@ -72,6 +84,7 @@ class Blocks:
             "flags",
             "refs",
             "active",
+            "_where",
         ):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(extra, column.dtype)]))
@@ -92,28 +105,43 @@ class Blocks:
         self.sum_lo[rows] = 0
         for column in self.slot:
             column[rows] = NO_SLOT
+        self._where[rows] = 0
+
+    def place(self, rows: I64, tier: Tier, slots: U32) -> None:
+        """The rows have copies in these slots of the tier. Mutates."""
+        self.slot[tier][rows] = slots
+        self._where[rows] |= _PRESENT[tier]
+
+    def unplace(self, rows: I64, tier: Tier) -> None:
+        """The rows have no copies in the tier any more. Mutates."""
+        self.slot[tier][rows] = NO_SLOT
+        self._where[rows] &= ~_PRESENT[tier]
+
+    def slots_changed(self, rows: I64) -> None:
+        """The slot columns of these rows were written directly. Mutates."""
+        self._where[rows] = 0
+        for tier, column in zip(Tier, self.slot, strict=True):
+            self._where[rows[column[rows] != NO_SLOT]] |= _PRESENT[tier]
 
     def is_sealed(self, rows: I64) -> Bool:
         """Which of the rows hold a full, immutable block, shape [n]."""
-        return np.asarray((self.flags[rows] & SEALED) != 0)
+        return _SEALED[self.flags[rows]]
+
+    def is_indexed(self, rows: I64) -> Bool:
+        """To which of the rows the hash table points, shape [n]."""
+        return _INDEXED[self.flags[rows]]
 
     def has_copy(self, rows: I64, tier: Tier) -> Bool:
         """Which of the rows have a copy in the tier, shape [n]."""
-        return np.asarray(self.slot[tier][rows] != NO_SLOT)
+        return _HAS[tier][self._where[rows]]
 
     def has_any_copy(self, rows: I64) -> Bool:
         """Which of the rows have a copy anywhere, shape [n]."""
-        found = self.has_copy(rows, Tier.DEVICE)
-        for tier in (Tier.HOST, Tier.DISK):
-            found |= self.has_copy(rows, tier)
-        return found
+        return self._where[rows].astype(np.bool_)
 
     def best_tier(self, rows: I64) -> I64:
         """Fastest tier that holds each row, shape [n]; len(Tier) where there is none."""
-        best = np.full(len(rows), len(Tier), np.int64)
-        for tier in reversed(Tier):
-            best[self.has_copy(rows, tier)] = tier
-        return best
+        return _BEST[self._where[rows]]
 
     def export(self, rows: I64) -> np.ndarray[tuple[int], np.dtype[np.void]]:
         """The persistent values of rows, shape [n], dtype VALUE."""
@@ -137,3 +165,4 @@ class Blocks:
         self.flags[rows] = values["flags"]
         for name, column in zip(SLOT_FIELDS, self.slot, strict=True):
             column[rows] = values[name]
+        self.slots_changed(rows)

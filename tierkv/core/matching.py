@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tierkv.core.arrays import every, indices, some
 from tierkv.core.effects import Flow, Headers, ReadHeaders
 from tierkv.core.ids import I64, NO_BLOCK, U32, U64, Bool, Tier
 from tierkv.core.placement import Placement
@@ -55,12 +56,12 @@ class Matcher:
         rows = self._state.index.get_prefix(hi, lo, blocks.hash_hi, blocks.hash_lo)
         if not len(rows):
             return rows
-        parents = np.concatenate([[np.uint64(parent)], blocks.id[rows[:-1]]])
+        parents = np.empty(len(rows), np.uint64)
+        parents[0], parents[1:] = parent, blocks.id[rows[:-1]]
         good = (blocks.parent[rows] == parents) & (blocks.namespace[rows] == namespace)
-        bad = np.flatnonzero(~good)
-        if len(bad):
+        if not every(good):
             self._placement.counters.mismatched_blocks += 1
-            rows = rows[: bad[0]]
+            rows = leading(rows, good)
         return rows
 
     def proven(self, rows: I64, chain: Chain) -> int:
@@ -69,11 +70,15 @@ class Matcher:
         Blocks that are only on disk cannot be judged yet and pass; they are judged again when
         they have come up.
         """
+        if not len(rows):
+            return 0
         blocks = self._state.blocks
         good = np.ones(len(rows), np.bool_)
         seen = np.zeros(len(rows), np.bool_)
         for tier in (Tier.DEVICE, Tier.HOST):
             here = blocks.has_copy(rows, tier) & ~seen
+            if not some(here):
+                continue
             seen |= here
             for pool, members in self._state.by_pool(rows[here]):
                 slots = blocks.slot[tier][members].astype(np.int64)
@@ -81,16 +86,15 @@ class Matcher:
                 same = (tables.tokens(tier, pool, slots) == chain.tokens[: len(rows)][here]).all(1)
                 same &= tables.extras(tier, pool, slots) == chain.extras[: len(rows)][here]
                 good[here] = same
-        bad = np.flatnonzero(~good)
-        if len(bad):
+        if not every(good):
             self._placement.counters.mismatched_blocks += 1
-            return int(bad[0])
+            return int(good.argmin())
         return len(rows)
 
     def prove_on_disk(self, rows: I64, chain: Chain) -> Flow[I64]:
         """Cut ``rows`` where a block that is only on disk has other tokens than ``chain``."""
         blocks = self._state.blocks
-        cold = np.flatnonzero(blocks.best_tier(rows) == Tier.DISK)
+        cold = indices(blocks.best_tier(rows) == Tier.DISK)
         if not len(cold):
             return rows
         ids = blocks.id[rows].copy()
@@ -112,4 +116,4 @@ class Matcher:
 
 def leading(rows: I64, good: Bool) -> I64:
     """Rows up to the first that is not good."""
-    return rows if good.all() else rows[: int(np.argmin(good))]
+    return rows if every(good) else rows[: int(good.argmin())]

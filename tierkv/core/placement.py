@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierkv.core.arrays import distinct
+from tierkv.core.arrays import distinct, every, indices
 from tierkv.core.counters import GONE, Counters
 from tierkv.core.doubt import Doubt
 from tierkv.core.effects import Check, Flow, Move, Moved, Signal, Wait
@@ -348,6 +348,11 @@ class Placement:
             same |= ~blocks.is_sealed(rows)
         return np.asarray(same)
 
+    def usable_as_is(self, rows: I64) -> bool:
+        """Whether every row has a device copy that nobody doubts."""
+        up = every(self.state.blocks.has_copy(rows, Tier.DEVICE))
+        return up and self.doubt.leading_sound(rows) == len(rows)
+
     def bring_up(self, rows: I64) -> Flow[int]:
         """Give every row a device copy; returns how many leading rows have a usable one.
 
@@ -362,10 +367,10 @@ class Placement:
         batch_max = self.move_blocks(int(self.state.pool_of(rows[:1])[0]))
         while True:
             kept = (blocks.id[rows] == ids) & blocks.has_any_copy(rows) & (blocks.active[rows] > 0)
-            lost = np.flatnonzero(~kept)
+            lost = indices(~kept)
             if len(lost):
                 rows, ids = rows[: lost[0]], ids[: lost[0]]
-            missing = np.flatnonzero(~blocks.has_copy(rows, Tier.DEVICE))
+            missing = indices(~blocks.has_copy(rows, Tier.DEVICE))
             if not len(missing):
                 return self.doubt.leading_sound(rows)
             first = int(rows[missing[0]])
@@ -440,8 +445,11 @@ class Placement:
 
     def touch(self, rows: I64) -> None:
         """Rows were used, least valuable first; in every tier that holds them. Mutates."""
+        if not len(rows):
+            return
         for tier in Tier:
-            self.policies[tier].touch(rows[self.state.blocks.has_copy(rows, tier)])
+            if self.state.budgets[tier]:
+                self.policies[tier].touch(rows[self.state.blocks.has_copy(rows, tier)])
 
     def list_all(self) -> None:
         """Enter every copy into its tier's order, after recovery. Mutates."""

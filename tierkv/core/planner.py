@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tierkv.core.arrays import indices
 from tierkv.core.effects import Flow, Move, Moved
 from tierkv.core.ids import I64, U64, Tier
 from tierkv.core.matching import Chain, Matcher
@@ -166,7 +167,10 @@ class Planner:
         opened["key"] = namespace
         records = [opened, push(int(opened["id"][0]), rows.astype(np.uint32))]
         self.placement.commit(join(records))
-        return (yield from self._bring_prefix(self._sequences.find(lease, local), chain))
+        sequence = self._sequences.find(lease, local)
+        if self.placement.usable_as_is(rows):
+            return self._begun(sequence, chain, self.state.blocks.best_tier(rows))
+        return (yield from self._bring_prefix(sequence, chain))
 
     def _acquire_again(self, lease: int, local: int, chain: Chain) -> Flow[TableView]:
         sequence = self._sequences.find(lease, local)
@@ -198,10 +202,14 @@ class Planner:
         usable = min(usable, self._matcher.proven(rows[:usable], chain))
         if usable < len(rows):
             self._sequences.truncate(sequence, usable)
+        return self._begun(sequence, chain, by_tier[:usable])
+
+    def _begun(self, sequence: Sequence, chain: Chain, by_tier: I64) -> TableView:
+        """The sequence stands on cached blocks, which were in these tiers before."""
         # Recency of the lower copies; and on disk only those of active blocks may leave.
         self.placement.touch(sequence.rows[::-1])
         view = self._sequences.view(sequence)
-        hits = np.bincount(by_tier[:usable], minlength=len(Tier)).tolist()
+        hits = np.bincount(by_tier, minlength=len(Tier)).tolist()
         tokens = chain.tokens.shape[1]
         self.placement.counters.looked_up(
             len(chain) * tokens,
@@ -238,9 +246,9 @@ class Planner:
             ids = self.state.blocks.id[rows]
             slots = yield from self.placement.room(Tier.DEVICE, pool, fresh)
             try:
-                if not self._sequences.steady(sequence, ids):
-                    continue
-                whole = copied is None or (yield from self._copy_block(pool, copied, slots))
+                whole = True
+                if copied is not None and self._sequences.steady(sequence, ids):
+                    whole = yield from self._copy_block(pool, copied, slots)
                 if not self._sequences.steady(sequence, ids):
                     continue
                 if self._exclusive_until(rows, first) != keep:
@@ -413,8 +421,10 @@ class Planner:
         that ids keep growing along a chain.
         """
         tail = rows[first:]
+        if not len(tail):
+            return first
         blocks = self.state.blocks
-        unfit = np.flatnonzero(blocks.is_sealed(tail) | (blocks.refs[tail] > 1))
+        unfit = indices(blocks.is_sealed(tail) | (blocks.refs[tail] > 1))
         return first + int(unfit[0]) if len(unfit) else len(rows)
 
     def _copy_block(self, pool: int, row: I64, slots: I64) -> Flow[bool]:

@@ -281,6 +281,7 @@ def _replay_copies(blocks: Blocks, events: _Events) -> I64:
     require(bool((tiers < len(Tier)).all()), "a record names a tier that does not exist")
     for tier in Tier:
         _replay_slots(blocks.slot[tier], events.where(tiers == tier))
+    blocks.slots_changed(events.row)
     return bare_at
 
 

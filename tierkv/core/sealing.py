@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tierkv.core.arrays import some
 from tierkv.core.effects import Flow, Wait
 from tierkv.core.ids import I64, U64, Tier
 from tierkv.core.matching import Chain, Matcher
@@ -45,13 +46,14 @@ class Sealer:
                     f"{len(rows)} blocks, {sealed} of them sealed; blocks are sealed in order"
                 )
             skip = min(sealed - first, len(chain))
-            self._check_resealed(sequence, first, chain.part(0, skip))
+            if skip:
+                self._check_resealed(sequence, first, chain.part(0, skip))
             rest = chain.part(skip, len(chain))
             if not len(rest):
                 return self._sequences.view(sequence)
-            ids = self._state.blocks.id[rows]
+            ids, version = self._state.blocks.id[rows], self._state.version
             twins = yield from self._twins(sequence, ids, sealed, rest)
-            if (
+            if self._state.version == version or (
                 self._sequences.steady(sequence, ids)
                 and self._sequences.sealed_count(rows) == sealed
             ):
@@ -86,6 +88,8 @@ class Sealer:
         while self._sequences.unchanged(sequence, ids):
             parent = self._sequences.parent_id(sequence, at)
             rows = self._matcher.match(sequence.namespace, chain.hi, chain.lo, parent)
+            if not len(rows):
+                return rows
             rows = rows[: self._matcher.proven(rows, chain)]
             if not verified and (yield from self._placement.verify(rows)):
                 verified = True
@@ -103,8 +107,10 @@ class Sealer:
 
         Who shares a block shares all blocks before it, so no one may swap one of those alone.
         """
+        if not len(twins):
+            return twins
         shared = self._state.blocks.refs[sequence.rows[at:]] > 1
-        return twins[:0] if shared.any() else twins
+        return twins[:0] if some(shared) else twins
 
     def _take_twins(
         self, sequence: Sequence, at: int, twins: I64, chain: Chain, sum_hi: U64, sum_lo: U64
@@ -174,7 +180,8 @@ class Sealer:
         blocks = self._state.blocks
         rows = sequence.rows[at : at + len(chain)]
         ids = blocks.id[rows].copy()
-        parents = np.concatenate([[np.uint64(self._sequences.parent_id(sequence, at))], ids[:-1]])
+        parents = np.empty(len(ids), np.uint64)
+        parents[0], parents[1:] = self._sequences.parent_id(sequence, at), ids[:-1]
         records = blank(len(rows), Kind.SEAL)
         records["key"] = rows
         records["id"] = ids

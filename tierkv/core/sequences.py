@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
+from tierkv.core.arrays import every
 from tierkv.core.ids import I64, NO_BLOCK, U32, U64, Tier, lease_of, sequence_id
 from tierkv.core.placement import Placement
 from tierkv.core.records import Kind, blank
@@ -100,14 +99,14 @@ class Sequences:
 
     def sealed_count(self, rows: I64) -> int:
         sealed = self.state.blocks.is_sealed(rows)
-        return int(np.argmin(sealed)) if not sealed.all() else len(rows)
+        return len(rows) if every(sealed) else int(sealed.argmin())
 
     def parent_id(self, sequence: Sequence, at: int) -> int:
         return int(self.state.blocks.id[sequence.rows[at - 1]]) if at else NO_BLOCK
 
     def is_up(self, sequence: Sequence) -> bool:
         """Whether all of an active sequence's blocks have arrived in the device tier."""
-        return bool(self.state.blocks.has_copy(sequence.rows, Tier.DEVICE).all())
+        return every(self.state.blocks.has_copy(sequence.rows, Tier.DEVICE))
 
     def unchanged(self, sequence: Sequence, ids: U64) -> bool:
         """Whether the sequence still stands, is active, and holds these blocks."""
@@ -115,7 +114,8 @@ class Sequences:
             self.state.sequences.get(sequence.id) is sequence
             and not sequence.suspended
             and not sequence.fenced
-            and np.array_equal(self.state.blocks.id[sequence.rows], ids)
+            and len(sequence) == len(ids)
+            and every(self.state.blocks.id[sequence.rows] == ids)
         )
 
     def steady(self, sequence: Sequence, ids: U64) -> bool:
@@ -140,5 +140,6 @@ class Sequences:
 
         Those that stay cached are the most recent now, leaf to root.
         """
-        rows = rows[self.state.blocks.id[rows] != 0]
-        self.placement.touch(rows[::-1])
+        if len(rows):
+            rows = rows[self.state.blocks.id[rows] != 0]
+            self.placement.touch(rows[::-1])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tierkv.core.arrays import distinct, runs
+from tierkv.core.arrays import distinct, every, runs, some
 from tierkv.core.blocks import INDEXED, SEALED, Blocks
 from tierkv.core.ids import I64, NO_SLOT, U32, Bool, Tier, lease_of
 from tierkv.core.records import Kind, Records, pushed_rows, require_known
@@ -130,12 +130,15 @@ class State:
         self.pools: list[PoolShape] = []
         self.slots: dict[tuple[Tier, int], SlotSet] = {}
         self.namespaces: dict[int, NamespaceEntry] = {}
+        self._pool_of_namespace: I64 = np.zeros(0, np.int64)
         self.sequences: dict[int, Sequence] = {}
         self.leases: dict[int, Lease] = {}
         self.lease_sequences: dict[int, dict[int, None]] = {}
         self.next_block = 1
         self.next_lease = 1
         self.epoch = 0
+        self.version = 0
+        """Grows with every change: who finds it unmoved need not look at anything again."""
         self.slots_freed = 0
         """Only grows. A slot stays as it is until the record that freed it is written."""
         self._dirty_rows: list[I64] = []
@@ -169,6 +172,8 @@ class State:
 
     def slot_bytes_of(self, tier: Tier, rows: I64) -> I64:
         """Bytes that a slot of each row's pool takes in the tier, shape [n]."""
+        if len(self.pools) == 1:
+            return np.full(len(rows), self.slot_bytes(tier, 0))
         by_pool = [self.slot_bytes(tier, pool) for pool in range(len(self.pools))]
         return np.asarray(np.array(by_pool, np.int64)[self.pool_of(rows)])
 
@@ -190,17 +195,17 @@ class State:
 
     def pools_of(self, namespaces: npt.NDArray[np.uint16]) -> I64:
         """The pool of each namespace, shape [n]."""
-        lookup = np.zeros(max(self.namespaces, default=0) + 1, np.int64)
-        for namespace, entry in self.namespaces.items():
-            lookup[namespace] = entry.pool
-        return np.asarray(lookup[namespaces])
+        return self._pool_of_namespace[namespaces]
 
     def by_pool(self, rows: I64) -> Iterator[tuple[int, I64]]:
         """Rows grouped by pool, order kept inside a group."""
         if not len(rows):
             return
+        if len(self.pools) == 1:
+            yield 0, rows
+            return
         pools = self.pool_of(rows)
-        if (pools == pools[0]).all():
+        if every(pools == pools[0]):
             yield int(pools[0]), rows
             return
         for pool in distinct(pools).tolist():
@@ -243,6 +248,7 @@ class State:
         """
         if not len(records):
             return
+        self.version += 1
         kinds = records["type"]
         for start, stop in runs(kinds):
             kind = int(kinds[start])
@@ -309,6 +315,10 @@ class State:
                 capacity = self.budgets[tier] // self._slot_bytes(tier, shape)
                 self.slots[tier, pool] = SlotSet(min(capacity, NO_SLOT - 1))
         self.namespaces[namespace] = NamespaceEntry(digest, self.pools.index(shape))
+        known = max(self.namespaces) + 1
+        self._pool_of_namespace = np.zeros(known, np.int64)
+        for number, entry in self.namespaces.items():
+            self._pool_of_namespace[number] = entry.pool
 
     def add_lease(self, lease: Lease) -> None:
         """Enter a lease. Mutates."""
@@ -427,25 +437,23 @@ class State:
         blocks = self.blocks
         rows = records["key"].astype(np.int64)
         self._check_ids(rows, records)
-        require(not blocks.is_sealed(rows).any(), "a block was sealed twice")
+        require(not some(blocks.is_sealed(rows)), "a block was sealed twice")
         indexed = records["tier"] == 1
-        old = self.index.get(
-            records["hash_hi"][indexed],
-            records["hash_lo"][indexed],
-            blocks.hash_hi,
-            blocks.hash_lo,
-        )
-        self._unindex(old[old >= 0])
-        blocks.hash_hi[rows] = records["hash_hi"]
-        blocks.hash_lo[rows] = records["hash_lo"]
+        named = slice(None) if every(indexed) else indexed
+        hash_hi, hash_lo = records["hash_hi"].copy(), records["hash_lo"].copy()
+        old = self.index.get(hash_hi[named], hash_lo[named], blocks.hash_hi, blocks.hash_lo)
+        replaced = old[old >= 0]
+        self._unindex(replaced)
+        blocks.hash_hi[rows], blocks.hash_lo[rows] = hash_hi, hash_lo
         blocks.parent[rows] = records["loc"]
         blocks.sum_hi[rows] = records["extra_hi"]
         blocks.sum_lo[rows] = records["extra_lo"]
-        blocks.flags[rows] = np.where(indexed, SEALED | INDEXED, SEALED)
-        self.index.put(rows[indexed], blocks.hash_hi, blocks.hash_lo)
+        blocks.flags[rows] = SEALED
+        blocks.flags[rows[named]] = SEALED | INDEXED
+        self.index.put(rows[named], blocks.hash_hi, blocks.hash_lo)
         self.touch_rows(rows)
-        replaced = old[old >= 0]
-        self._free(replaced[blocks.refs[replaced] == 0])
+        if len(replaced):
+            self._free(replaced[blocks.refs[replaced] == 0])
 
     def _place(self, records: Records) -> None:
         rows = records["key"].astype(np.int64)
@@ -460,13 +468,14 @@ class State:
         self._check_ids(rows, records)
         for tier, here in _by_tier(records):
             there = self.blocks.slot[tier][rows[here]] == records["loc"][here]
-            require(there.all(), "a copy was dropped that is not there")
+            require(every(there), "a copy was dropped that is not there")
             self._give_slots(rows[here], tier)
         rows = distinct(rows)
         self.touch_rows(rows)
         gone = rows[~self.blocks.has_any_copy(rows)]
-        self._unindex(gone[(self.blocks.flags[gone] & INDEXED) != 0])
-        self._free(gone[self.blocks.refs[gone] == 0])
+        if len(gone):
+            self._unindex(gone[self.blocks.is_indexed(gone)])
+            self._free(gone[self.blocks.refs[gone] == 0])
 
     def _epoch(self, records: Records) -> None:
         self.epoch = int(records["id"][-1])
@@ -489,7 +498,7 @@ class State:
 
     def _check_ids(self, rows: I64, records: Records) -> None:
         require(
-            (self.blocks.id[rows] == records["id"]).all(), "a record names a block that is gone"
+            every(self.blocks.id[rows] == records["id"]), "a record names a block that is gone"
         )
 
     def _unref(self, rows: I64, was_active: bool) -> None:
@@ -498,8 +507,7 @@ class State:
         if was_active:
             blocks.active[rows] -= 1
         idle = rows[blocks.refs[rows] == 0]
-        cached = (blocks.flags[idle] & INDEXED) != 0
-        self._free(idle[~cached])
+        self._free(idle[~blocks.is_indexed(idle)])
 
     def _unindex(self, rows: I64) -> None:
         if not len(rows):
@@ -511,7 +519,7 @@ class State:
     def _free(self, rows: I64) -> None:
         if not len(rows):
             return
-        self._unindex(rows[(self.blocks.flags[rows] & INDEXED) != 0])
+        self._unindex(rows[self.blocks.is_indexed(rows)])
         for tier in Tier:
             self._give_slots(rows[self.blocks.has_copy(rows, tier)], tier)
         self.blocks.clear(rows)
@@ -520,9 +528,9 @@ class State:
 
     def _take_slots(self, rows: I64, records: Records) -> None:
         for tier, here in _by_tier(records):
-            members, column = rows[here], self.blocks.slot[tier]
-            require((column[members] == NO_SLOT).all(), "a block was placed twice")
-            column[members] = records["loc"][here]
+            members, column = rows if here is _ALL else rows[here], self.blocks.slot[tier]
+            require(every(column[members] == NO_SLOT), "a block was placed twice")
+            self.blocks.place(members, tier, records["loc"][here])
             for pool, part in self.by_pool(members):
                 self.slots[tier, pool].take(column[part].astype(np.int64))
 
@@ -532,15 +540,18 @@ class State:
         self.slots_freed += len(rows)
         for pool, members in self.by_pool(rows):
             self.slots[tier, pool].give(self.blocks.slot[tier][members].astype(np.int64))
-        self.blocks.slot[tier][rows] = NO_SLOT
+        self.blocks.unplace(rows, tier)
+
+
+_ALL = slice(None)
 
 
 def _by_tier(records: Records) -> Iterator[tuple[Tier, Bool | slice]]:
     """The tiers that records name, each with where in ``records`` it is named."""
     tiers = records["tier"]
     first = int(tiers[0])
-    if (tiers == first).all():
-        yield Tier(first), slice(None)
+    if len(tiers) == 1 or every(tiers == first):
+        yield Tier(first), _ALL
         return
     for tier in distinct(tiers).tolist():
         yield Tier(tier), tiers == tier
