@@ -54,7 +54,7 @@ def test_a_prompt_is_computed_once(daemon, run, spec):
             async with await ns.begin(PROMPT) as first:
                 await fill(first, PROMPT)
                 assert first.tokens.tolist() == PROMPT
-            assert await ns.lookup(PROMPT) == (8, 2, 0, 0)
+            assert (await ns.lookup(PROMPT))[:4] == (8, 2, 0, 0)
             second = await ns.begin(PROMPT)
             assert second.cached_tokens == 8
             child = await second.fork()

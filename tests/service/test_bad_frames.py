@@ -97,7 +97,7 @@ def test_request_ids_must_grow(peer: Peer, request_id: int) -> None:
     assert "ids must grow" in failure.message
 
 
-@pytest.mark.parametrize("version", [0, 2, 2**31])
+@pytest.mark.parametrize("version", [0, m.PROTOCOL_VERSION - 1, m.PROTOCOL_VERSION + 1, 2**31])
 def test_another_protocol_version_is_refused_and_named(peer: Peer, version: int) -> None:
     peer.send(1, m.Hello(version))
     found = peer.receive()

@@ -289,7 +289,7 @@ def test_damage_is_counted_where_it_is_found_and_never_served(daemon: Daemon, ns
     client.flush()
     press(client, ns, 16, seed=60_000)
     found = ns.lookup(ids)
-    assert found == (4 * BLOCK, 0, 0, 4)
+    assert found[:4] == (4 * BLOCK, 0, 0, 4)
     _flip_a_bit_of(daemon, ids, block=1)
     with fill(ns, ids) as sequence:
         assert sequence.cached_tokens == BLOCK

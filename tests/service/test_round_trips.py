@@ -42,13 +42,14 @@ def test_a_prefix_of_8192_blocks_is_one_lookup_and_one_acquire(
     ids = tokens(BLOCKS, seed=400, block_tokens=4)
     with fill(ns, ids) as sequence:
         assert len(sequence.block_table) == BLOCKS
+    client.stat()  # answered after the end of the sequence, for which nobody waits
     before = requests(daemon)
     assert before == dict.fromkeys(before, 1) | {"hello": before["hello"]}
 
     started = time.perf_counter()
     found = ns.lookup(ids)
     record_property("lookup_8192_blocks_s", time.perf_counter() - started)
-    assert found == (4 * BLOCKS, BLOCKS, 0, 0)
+    assert found[:4] == (4 * BLOCKS, BLOCKS, 0, 0)
     assert requests(daemon) == before | {"lookup": 1}
 
     started = time.perf_counter()
@@ -59,7 +60,8 @@ def test_a_prefix_of_8192_blocks_is_one_lookup_and_one_acquire(
     assert len(set(sequence.block_table.tolist())) == BLOCKS
     check(ns, sequence)
     sequence.end()
-    assert requests(daemon) == before | {"lookup": 1, "acquire": 2, "release": 2}
+    client.stat()
+    assert requests(daemon) == before | {"lookup": 1, "acquire": 2, "release": 2, "stat": 2}
 
 
 def test_the_longest_cached_part_is_found_wherever_it_ends(client) -> None:

@@ -21,9 +21,10 @@ from tierkv.client.attach import (
 )
 from tierkv.client.core import SENDS_MAX, Ask, ClientCore, Steps
 from tierkv.client.namespaces import NamespaceCore, open_namespace
-from tierkv.client.sequences import CachedPrefix, ExtraKeys, SequenceCore
+from tierkv.client.sequences import ExtraKeys, FoundPrefix, SequenceCore
 from tierkv.client.tokens import TokenIds
 from tierkv.client.views import NamespaceViews, SequenceViews, Where
+from tierkv.core.ids import U8
 from tierkv.core.spec import KVSpec
 from tierkv.errors import InvalidArgument, NotReady, ProtocolError, TierkvError, Unavailable
 from tierkv.rpc.messages import Done, Failure, Reply, Request
@@ -345,6 +346,10 @@ class Sequence(SequenceViews):
         async with self._turn:
             await self._client._run(self._core.reserve(n_tokens))
 
+    async def wait(self, n_tokens: int | None = None) -> int:
+        """Return when these cached tokens may be used. See the blocking client."""
+        return await self._client._run(self._core.wait(n_tokens))
+
     async def append(self, token_ids: TokenIds) -> None:
         """The K and V of these tokens lie in the slots: record them, seal the blocks they fill."""
         async with self._turn:
@@ -390,16 +395,38 @@ class Namespace(NamespaceViews):
 
     async def lookup(
         self, token_ids: TokenIds, *, keep: int = 0, extra_keys: ExtraKeys | None = None
-    ) -> CachedPrefix:
+    ) -> FoundPrefix:
         """How many leading tokens are cached, ``keep`` last ones left aside. Touches nothing."""
         return await self._client._run(self._core.lookup(token_ids, keep, extra_keys))
 
+    async def exists(self, hashes: U8) -> U8:
+        """Which blocks are cached. See the blocking client."""
+        return await self._client._run(self._core.exists(hashes))
+
     async def begin(
-        self, token_ids: TokenIds, *, keep: int = 1, extra_keys: ExtraKeys | None = None
+        self,
+        token_ids: TokenIds,
+        *,
+        keep: int = 1,
+        extra_keys: ExtraKeys | None = None,
+        reserve: int | None = None,
+        wait: bool = True,
     ) -> Sequence:
-        """A sequence on the longest cached prefix, pinned and in the device tier."""
-        core = await self._client._run(self._core.begin(token_ids, keep, extra_keys))
-        return Sequence(self._client, core)
+        """A sequence on the longest cached prefix, pinned and in the device tier.
+
+        See the blocking client.
+        """
+        steps = self._core.begin(token_ids, keep, extra_keys, reserve, wait)
+        return Sequence(self._client, await self._client._run(steps))
+
+    async def read(
+        self, token_ids: TokenIds, out: U8, *, extra_keys: ExtraKeys | None = None
+    ) -> int:
+        """Copy the leading cached blocks into ``out``. See the blocking client."""
+        try:
+            return await self._client._run(self._core.read(token_ids, out, extra_keys))
+        finally:
+            await self._client._release_orphans()
 
     async def attention(
         self,

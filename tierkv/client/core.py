@@ -62,7 +62,8 @@ def expect(reply: Reply, kind: type[M]) -> M:
 class ClientCore:
     """One worker's lease: its namespaces and sequences, and what the daemon acknowledged of them.
 
-    ``orphans`` are numbers of sequences that the daemon may hold and nobody here uses. ``unaware``
+    ``orphans`` are numbers of sequences that the daemon may hold and nobody here uses. Of these,
+    ``releasing`` are those that the daemon has been told of and has not answered. ``unaware``
     are those of lost sequences whose user has not been told yet: a thread may be writing into
     their blocks, so the daemon shall keep what it holds of them.
     """
@@ -78,6 +79,7 @@ class ClientCore:
         self.sequences: dict[int, SequenceCore] = {}
         self.opening: set[int] = set()
         self.orphans: set[int] = set()
+        self.releasing: set[int] = set()
         self.unaware: set[int] = set()
         self._token = b""
         self._numbers = itertools.count(1)
@@ -117,6 +119,7 @@ class ClientCore:
         nobody here knows are released.
         """
         self.arena, self.scratch = arena, scratch
+        self.releasing.clear()
         welcome = expect((yield lambda: Hello(PROTOCOL_VERSION, self.name, self._token)), Welcome)
         resumed = welcome.resumed and arena is self._lease_arena
         self.lease, self._token, self.epoch = welcome.lease, welcome.token, welcome.epoch
@@ -173,11 +176,15 @@ class ClientCore:
         return ending
 
     def release_orphans(self) -> Steps[None]:
-        """Tell the daemon of all sequences that nobody here uses."""
-        released = sorted(self.orphans)
+        """Tell the daemon of all sequences that nobody here uses, unless it has been told."""
+        released = sorted(self.orphans - self.releasing)
         if released:
-            expect((yield lambda: Release(released)), Done)
-            self.orphans.difference_update(released)
+            self.releasing.update(released)
+            try:
+                expect((yield lambda: Release(released)), Done)
+                self.orphans.difference_update(released)
+            finally:
+                self.releasing.difference_update(released)
 
     def stat(self) -> Steps[dict[str, Any]]:
         """The daemon's status document."""

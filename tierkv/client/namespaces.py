@@ -5,25 +5,30 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from tierkv.client.core import ClientCore, Steps, expect
 from tierkv.client.sequences import (
-    CachedPrefix,
     ExtraKeys,
+    FoundPrefix,
     SequenceCore,
     extras_blob,
     extras_of,
 )
 from tierkv.client.tokens import TokenIds, token_array
 from tierkv.core.ids import U8, U32, U64
-from tierkv.core.prefix import chain_hashes, extra_digests
+from tierkv.core.prefix import HASH_BYTES, chain_hashes, extra_digests
 from tierkv.core.spec import DTYPE_BYTES, KVSpec
 from tierkv.errors import InvalidArgument, LimitExceeded, ProtocolError
 from tierkv.rpc.messages import (
     Acquire,
     Attend,
     Done,
+    Existing,
+    Exists,
     Found,
+    Locate,
+    Located,
     Lookup,
     NamespaceOpened,
     OpenNamespace,
@@ -91,29 +96,86 @@ class NamespaceCore:
 
     def lookup(
         self, token_ids: TokenIds, keep: int, extra_keys: ExtraKeys | None
-    ) -> Steps[CachedPrefix]:
+    ) -> Steps[FoundPrefix]:
         """How many leading tokens are cached. Touches nothing."""
         tokens, extras = self._offer(token_ids, keep, extra_keys)
         hashes = self._hashes(tokens, extras).tobytes()
         found = expect((yield lambda: Lookup(self.id, hashes)), Found)
-        return CachedPrefix(
-            found.blocks * self.spec.block_tokens, found.device, found.host, found.disk
-        )
+        tokens_found = found.blocks * self.spec.block_tokens
+        load_s = found.load_us / 1e6
+        return FoundPrefix(tokens_found, found.device, found.host, found.disk, load_s)
+
+    def exists(self, hashes: U8) -> Steps[U8]:
+        """The fastest tier of each block (u8 [n]), 255 where it is not cached."""
+        blob = np.ascontiguousarray(hashes).tobytes()
+        found = expect((yield lambda: Exists(self.id, blob)), Existing)
+        return np.frombuffer(found.tiers, np.uint8)
 
     def begin(
-        self, token_ids: TokenIds, keep: int, extra_keys: ExtraKeys | None
+        self,
+        token_ids: TokenIds,
+        keep: int,
+        extra_keys: ExtraKeys | None,
+        reserve: int | None = None,
+        wait: bool = True,
     ) -> Steps[SequenceCore]:
-        """A sequence on the longest cached prefix of ``token_ids``."""
-        tokens, extras = self._offer(token_ids, keep, extra_keys)
+        """A sequence on the longest cached prefix of ``token_ids``, maybe with room for more."""
+        if reserve is not None and reserve < 0:
+            raise InvalidArgument(f"reserve is {reserve}; it must be at least 0, or None")
+        prompt = token_array(token_ids, self.spec.vocab_size)
+        tokens, extras = self._offer(prompt, keep, extra_keys)
         hashes = self._hashes(tokens, extras)
-        offered = len(hashes)
+        room = 0 if reserve is None else len(prompt) + reserve
         with self.client.opening_sequence() as number:
             yield from self.client.release_orphans()
-            blobs = (hashes.tobytes(), tokens.tobytes(), extras_blob(extras, 0, offered))
-            table = expect((yield lambda: Acquire(self.id, number, *blobs)), Table)
-            sequence = SequenceCore.begun(self, number, table, tokens, hashes, extras)
+            blobs = (hashes.tobytes(), tokens.tobytes(), extras_blob(extras, 0, len(hashes)))
+            table = expect((yield lambda: Acquire(self.id, number, *blobs, room, wait)), Table)
+            sequence = SequenceCore.begun(self, number, table, tokens, hashes, extras, room)
         self.client.sequences[number] = sequence
         return sequence
+
+    def read(self, token_ids: TokenIds, out: U8, extra_keys: ExtraKeys | None) -> Steps[int]:
+        """Copy the leading cached blocks into ``out`` (u8 [n, block bytes]); returns how many.
+
+        Where they lie in the device tier they are copied without being pinned: what has the
+        block's checksum is the block.
+        """
+        if out.dtype != np.uint8 or out.ndim != 2 or out.shape[1] != self.spec.block_bytes:
+            raise InvalidArgument(
+                f"out is {out.dtype} {list(out.shape)}; blocks are uint8 [n, "
+                f"{self.spec.block_bytes}]"
+            )
+        tokens, extras = self._offer(token_ids, 0, extra_keys)
+        tokens = tokens[: len(out) * self.spec.block_tokens]
+        hashes = self._hashes(tokens, extras)
+        blobs = (hashes.tobytes(), tokens.tobytes(), extras_blob(extras, 0, len(hashes)))
+
+        def ask() -> Request:
+            return Locate(self.id, *blobs)
+
+        copied = self._copy_out(expect((yield ask), Located), out)
+        if copied == len(hashes):
+            return copied
+        found = yield from self.lookup(tokens, 0, extra_keys)
+        if found.tokens <= copied * self.spec.block_tokens:
+            return copied
+        # The others must come up, or their slots went to others while they were copied.
+        sequence = yield from self.begin(tokens, 0, extra_keys)
+        try:
+            return self._copy_out(expect((yield ask), Located), out)
+        finally:
+            self.client.end([sequence])
+
+    def _copy_out(self, located: Located, out: U8) -> int:
+        """Copy slots into the first rows of ``out``; returns how many leading ones are right."""
+        slots = np.frombuffer(located.slots, "<u4").tolist()
+        payload, digest = self.pool[:, : out.shape[1]], xxhash.xxh3_128_digest
+        for index, slot in enumerate(slots):
+            out[index] = payload[slot]
+            checksum = located.checksums[HASH_BYTES * index : HASH_BYTES * (index + 1)]
+            if digest(out[index].data) != checksum:
+                return index
+        return len(slots)
 
     def attend(self, plan: AttendPlan, q: U8, out: U8) -> Steps[None]:
         """Paged attention in the daemon; ``q`` and ``out`` are the bytes of [T, q_heads, D]."""

@@ -15,6 +15,7 @@ from tierkv.core.ids import U8, U32, U64
 from tierkv.core.prefix import HASH_BYTES, chain_hashes
 from tierkv.errors import CorruptionError, InvalidArgument, LeaseLost, ProtocolError
 from tierkv.rpc.messages import (
+    Await,
     Done,
     Fork,
     Request,
@@ -32,13 +33,14 @@ if TYPE_CHECKING:
 
 I32 = npt.NDArray[np.int32]
 TOKENS_MIN = 256
+ALL_BLOCKS = 2**32 - 1
 
 ExtraKeys = Items[bytes | None]
 """Per block, from the first: bytes that make it another block (an image's hash), or None."""
 
 
 class CachedPrefix(NamedTuple):
-    """How much of a prompt is cached: ``tokens`` in all, and blocks by their fastest tier."""
+    """How much of a prompt was cached: ``tokens`` in all, and blocks by their fastest tier."""
 
     tokens: int
     device: int
@@ -46,11 +48,26 @@ class CachedPrefix(NamedTuple):
     disk: int
 
 
+class FoundPrefix(NamedTuple):
+    """How much of a prompt is cached: ``tokens`` in all, and blocks by their fastest tier.
+
+    ``load_s``: seconds that ``begin`` should take to bring them up; an engine that computes
+    faster may rather do that.
+    """
+
+    tokens: int
+    device: int
+    host: int
+    disk: int
+    load_s: float
+
+
 class SequenceCore:
     """``num_tokens`` tokens whose KV lies in the slots of ``table`` (i32 [blocks], in order).
 
     ``sealed`` leading blocks have their names and may be shared: nobody writes into them.
-    ``writable_end`` is the token up to which the last reservation allows writing.
+    ``writable_end`` is the token up to which the last reservation allows writing. While it is
+    ``coming``, only the first ``ready`` blocks may be used and the others take ``load_s`` more.
     """
 
     def __init__(self, namespace: NamespaceCore, number: int) -> None:
@@ -63,13 +80,19 @@ class SequenceCore:
         self.table: I32 = np.empty(0, np.int32)
         self.cached = CachedPrefix(0, 0, 0, 0)
         self.suspended = False
+        self.coming = False
+        self.ready = 0
+        self.load_s = 0.0
         self.lost = False
         self.ended = False
+        self._room_tokens = 0
         self._asked_to_seal = 0
         self._asked_to_suspend = False
         self._tokens: U32 = np.empty(TOKENS_MIN, np.uint32)
         self._hashes = bytearray()
         self._extras: U64 = np.empty(0, np.uint64)
+        self._offered = (np.empty(0, np.uint32), b"")
+        """Tokens that this sequence will most likely have, and their blocks' chain hashes."""
 
     @classmethod
     def begun(
@@ -80,18 +103,56 @@ class SequenceCore:
         tokens: U32,
         hashes: U8,
         extras: U64,
+        room_tokens: int = 0,
     ) -> SequenceCore:
-        """The sequence that an ``acquire`` made of the offered ``tokens``."""
+        """What an ``acquire`` made of the offered ``tokens``, with room for ``room_tokens``."""
         self = cls(namespace, number)
-        blocks = len(table.slots) // 4
+        blocks = table.sealed
         if blocks > len(hashes):
             raise ProtocolError(f"{len(hashes)} blocks offered, {blocks} acquired")
         self._extras = extras
         self._hashes += hashes[:blocks].tobytes()
+        self._offered = (tokens, hashes.tobytes())
         self._record(tokens[: blocks * self.block_tokens])
-        self.adopt(table.slots, table.sealed)
-        self.cached = CachedPrefix(self.num_tokens, table.device, table.host, table.disk)
+        self._room_tokens = room_tokens
+        self._arrive(table)
         return self
+
+    def _arrive(self, table: Table) -> None:
+        """Take the table of a sequence that begins: it is there, or a part of it is."""
+        self.coming = table.ready >= 0
+        self.load_s = table.load_us / 1e6
+        if self.coming:
+            self.cached = CachedPrefix(self.num_tokens, 0, 0, 0)
+            self._adopt_ready(table.slots, table.ready)
+            return
+        if table.sealed < self.num_tokens // self.block_tokens:
+            self._cut(table.sealed * self.block_tokens)
+        self.adopt(table.slots, table.sealed)
+        self.ready = self.sealed
+        self.cached = CachedPrefix(self.num_tokens, table.device, table.host, table.disk)
+        if self._room_tokens:
+            self._require_room(self._room_tokens)
+
+    def _adopt_ready(self, slots: bytes, ready: int) -> None:
+        self.ready = ready
+        self.adopt(slots[: 4 * ready], ready)
+
+    def wait(self, n_tokens: int | None) -> Steps[int]:
+        """Wait until the first ``n_tokens`` cached tokens (None: all) may be used.
+
+        Returns how many may be: fewer if blocks turned out to be lost.
+        """
+        self.require_alive()
+        blocks = ALL_BLOCKS if n_tokens is None else -(-n_tokens // self.block_tokens)
+
+        def ask() -> Request:
+            self.require_alive()
+            return Await(self.number, blocks)
+
+        while self.coming and self.ready < blocks:
+            self._arrive(expect((yield ask), Table))
+        return self.ready * self.block_tokens
 
     @property
     def block_tokens(self) -> int:
@@ -154,6 +215,9 @@ class SequenceCore:
         suspended. But it may also have lost its last acknowledgements (durability "none"); then
         what was written since lies in slots that are not this sequence's.
         """
+        if self.coming and not state.suspended:
+            self._adopt_ready(state.slots, self.ready)
+            return True
         slots = np.frombuffer(state.slots, "<u4")
         if (
             self.lost
@@ -182,6 +246,7 @@ class SequenceCore:
         Where there is room already it still makes sure that the daemon has not gone: another one
         may have given the slots away.
         """
+        yield from self.wait(None)
         self.require_active()
         if n_tokens < 0:
             raise InvalidArgument(f"n_tokens is {n_tokens}; it must be at least 0")
@@ -197,6 +262,10 @@ class SequenceCore:
             return
         table = expect(reply, Table)
         self.adopt(table.slots, table.sealed)
+        self._require_room(total)
+
+    def _require_room(self, total: int) -> None:
+        """The daemon was to make room for so many tokens: they may be written now."""
         writable_end = len(self.table) * self.block_tokens
         if writable_end < total:
             raise ProtocolError(f"room for {total} tokens asked, {writable_end} given")
@@ -205,6 +274,7 @@ class SequenceCore:
     def append(self, token_ids: TokenIds) -> Steps[None]:
         """The KV of these tokens has been written: record them, seal the blocks they fill."""
         ids = token_array(token_ids, self.namespace.spec.vocab_size)
+        yield from self.wait(None)
         self.require_active()
         if len(ids):
             self.require_writable(self.num_tokens, len(ids))
@@ -218,10 +288,8 @@ class SequenceCore:
 
     def _seal(self, first: int, full: int) -> Steps[None]:
         del self._hashes[first * HASH_BYTES :]
-        before = bytes(self._hashes[-HASH_BYTES:]) or self.namespace.digest
         tokens = self._tokens[first * self.block_tokens : full * self.block_tokens]
-        extras = extras_of(self._extras, first, full - first)
-        hashes = chain_hashes(before, tokens, self.block_tokens, extras).tobytes()
+        hashes = self._names(first, full, tokens)
         self._hashes += hashes
         self._asked_to_seal = full
         message = Seal(
@@ -240,6 +308,16 @@ class SequenceCore:
         table = expect((yield ask), Table)
         self.adopt(table.slots, table.sealed)
 
+    def _names(self, first: int, full: int, tokens: U32) -> bytes:
+        """Chain hashes of blocks ``first`` .. ``full`` - 1, which have these tokens."""
+        offered, hashes = self._offered
+        end = full * self.block_tokens
+        if np.array_equal(self._tokens[:end], offered[:end]):
+            return hashes[first * HASH_BYTES : full * HASH_BYTES]
+        before = bytes(self._hashes[-HASH_BYTES:]) or self.namespace.digest
+        extras = extras_of(self._extras, first, full - first)
+        return chain_hashes(before, tokens, self.block_tokens, extras).tobytes()
+
     def _checksums(self, slots: I32) -> bytes:
         pool, block_bytes = self.namespace.pool, self.namespace.spec.block_bytes
         digest = xxhash.xxh3_128_digest
@@ -247,6 +325,7 @@ class SequenceCore:
 
     def truncate(self, n_tokens: int) -> Steps[None]:
         """Keep the first ``n_tokens`` tokens."""
+        yield from self.wait(None)
         self.require_active()
         if not 0 <= n_tokens <= self.num_tokens:
             raise InvalidArgument(
@@ -265,6 +344,7 @@ class SequenceCore:
 
     def fork(self) -> Steps[SequenceCore]:
         """A new sequence with the same tokens; both must reserve before they write again."""
+        yield from self.wait(None)
         self.require_active()
         yield from self._seal_full()
         self.writable_end = 0
@@ -287,6 +367,7 @@ class SequenceCore:
 
     def suspend(self) -> Steps[None]:
         """Let the blocks spill; the slots mean nothing until ``resume``."""
+        yield from self.wait(None)
         self.require_alive()
         if self.suspended:
             return

@@ -25,13 +25,13 @@ from tierkv.client.attach import (
 )
 from tierkv.client.core import SENDS_MAX, Ask, ClientCore, Steps
 from tierkv.client.namespaces import NamespaceCore, open_namespace
-from tierkv.client.sequences import CachedPrefix, ExtraKeys, SequenceCore
+from tierkv.client.sequences import ExtraKeys, FoundPrefix, SequenceCore
 from tierkv.client.tokens import TokenIds
 from tierkv.client.views import NamespaceViews, SequenceViews, Where
 from tierkv.core.ids import U8
 from tierkv.core.spec import KVSpec
 from tierkv.errors import InvalidArgument, NotReady, TierkvError, Unavailable
-from tierkv.rpc.messages import Done, Failure, Reply
+from tierkv.rpc.messages import Done, Failure, Reply, Request
 from tierkv.rpc.wire import FrameDecoder, decode_reply, encode, unknown_reply
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+
+POSTED_MAX = 16
+"""Requests whose replies nobody waits for; the daemon stops reading from whom it owes many."""
 
 TICK_S = 0.2
 """How often a wait looks at its deadline. A socket timeout in Python costs a second system call
@@ -105,7 +108,10 @@ class Client:
         return Namespace(self, self._run(open_namespace(self._core, spec)))
 
     def release(self, sequences: Iterable[Sequence]) -> None:
-        """End many sequences in one request. Does not raise when the daemon is away."""
+        """End many sequences in one request, whose answer is not waited for.
+
+        Does not raise when the daemon is away.
+        """
         ending = self._core.end([sequence._core for sequence in sequences])
         if ending and not self._closed and os.getpid() == self._core.pid:
             self._release_orphans()
@@ -155,7 +161,7 @@ class Client:
         with suppress(TierkvError, ConnectionLost):
             self._take_turn(deadline)
             try:
-                _drive(self._core.release_orphans(), link.exchange, deadline)
+                link.post(self._core.release_orphans(), deadline)
             finally:
                 self._lock.release()
 
@@ -220,7 +226,7 @@ class Client:
 
 
 class Link:
-    """One connection that sends a request and waits for its reply."""
+    """One connection that sends a request and waits for its reply, now or along with the next."""
 
     def __init__(self, sock: socket.socket, decoder: FrameDecoder) -> None:
         sock.setblocking(True)
@@ -233,6 +239,7 @@ class Link:
         self._decoder = decoder
         self._last_id = 0
         self._abandoned: set[int] = set()
+        self._posted: dict[int, Steps[None]] = {}
 
     def exchange(self, ask: Ask, deadline: float) -> Reply:
         """Send, and wait for the answer; without a request, only see whether the daemon is there.
@@ -248,14 +255,7 @@ class Link:
                 self.close()
                 raise ConnectionLost("the daemon closed the connection")
             return Done()
-        request_id = self._last_id + 1
-        frame = encode(request_id, request)
-        self._last_id = request_id
-        try:
-            self._send(frame, deadline)
-        except BaseException:
-            self.close()  # who knows how much of the frame went out
-            raise
+        request_id = self._send_request(request, deadline)
         try:
             reply = self._receive(request_id, deadline)
         except BaseException:
@@ -265,10 +265,37 @@ class Link:
             raise wire_error(reply)
         return reply
 
+    def post(self, steps: Steps[None], deadline: float) -> None:
+        """Send a verb's one request, if it has one; its reply is taken when it is met.
+
+        Raises ConnectionLost and Unavailable as ``exchange`` does.
+        """
+        ask = next(steps, None)
+        request = ask() if ask else None
+        if request is None:
+            return
+        if not self.alive:
+            raise ConnectionLost("the connection is closed")
+        while len(self._posted) >= POSTED_MAX:
+            self._receive(next(iter(self._posted)), deadline)
+        self._posted[self._send_request(request, deadline)] = steps
+
     def close(self) -> None:
         """The daemon sees end-of-file."""
         self.alive = False
         self._sock.close()
+
+    def _send_request(self, request: Request, deadline: float) -> int:
+        """Send a request under the next id, which it returns."""
+        request_id = self._last_id + 1
+        frame = encode(request_id, request)
+        self._last_id = request_id
+        try:
+            self._send(frame, deadline)
+        except BaseException:
+            self.close()  # who knows how much of the frame went out
+            raise
+        return request_id
 
     def _send(self, frame: bytearray, deadline: float) -> None:
         unsent = memoryview(frame)
@@ -299,8 +326,14 @@ class Link:
                 self._fill(deadline)
                 continue
             reply = decode_reply(frame.payload)
+            steps = self._posted.pop(frame.request_id, None)
+            if steps is not None:
+                with suppress(StopIteration, TierkvError):
+                    steps.send(reply)
             if frame.request_id == request_id:
                 return reply
+            if steps is not None:
+                continue
             if frame.request_id in self._abandoned:
                 self._abandoned.discard(frame.request_id)
                 continue
@@ -365,6 +398,15 @@ class Sequence(SequenceViews):
         """
         self._client._run(self._core.reserve(n_tokens))
 
+    def wait(self, n_tokens: int | None = None) -> int:
+        """After ``begin(wait=False)``: return when the first ``n_tokens`` cached tokens may be
+        used, or all of them. Every other verb waits for all of them, too.
+
+        Returns ``ready_tokens``; it is less if blocks turned out to be lost, and ``num_tokens``
+        with it.
+        """
+        return self._client._run(self._core.wait(n_tokens))
+
     def append(self, token_ids: TokenIds) -> None:
         """The K and V of these tokens lie in the slots: record them, seal the blocks they fill.
 
@@ -413,21 +455,53 @@ class Namespace(NamespaceViews):
 
     def lookup(
         self, token_ids: TokenIds, *, keep: int = 0, extra_keys: ExtraKeys | None = None
-    ) -> CachedPrefix:
+    ) -> FoundPrefix:
         """How many leading tokens are cached, ``keep`` last ones left aside. Touches nothing."""
         return self._client._run(self._core.lookup(token_ids, keep, extra_keys))
 
+    def exists(self, hashes: U8) -> U8:
+        """Which blocks are cached: u8 [n], a block's fastest tier (0 device, 1 host, 2 disk) or
+        255. ``hashes``: u8 [n, 16], chain hashes as ``chain_hashes`` gives them.
+
+        One lookup in the daemon's table each, whatever chains the blocks belong to; their tokens
+        are not compared. Touches nothing.
+        """
+        return self._client._run(self._core.exists(hashes))
+
     def begin(
-        self, token_ids: TokenIds, *, keep: int = 1, extra_keys: ExtraKeys | None = None
+        self,
+        token_ids: TokenIds,
+        *,
+        keep: int = 1,
+        extra_keys: ExtraKeys | None = None,
+        reserve: int | None = None,
+        wait: bool = True,
     ) -> Sequence:
         """A sequence on the longest cached prefix, pinned and in the device tier.
 
         At least ``keep`` of the tokens are left to compute (an engine needs one for its logits).
-        ``extra_keys`` has bytes or None for each block, in order.
+        ``extra_keys`` has bytes or None for each block, in order. With ``reserve`` there is room
+        for all of ``token_ids`` and so many tokens more, as after ``Sequence.reserve``; all in one
+        round trip. Raises PoolExhausted if there is not; then no sequence has begun.
+
+        Without ``wait`` the call does not wait for blocks that must come up from slower tiers:
+        ``ready_tokens`` may be used now, ``Sequence.wait`` waits for more, and ``load_s`` says how
+        long that should take.
         """
-        return Sequence(
-            self._client, self._client._run(self._core.begin(token_ids, keep, extra_keys))
-        )
+        steps = self._core.begin(token_ids, keep, extra_keys, reserve, wait)
+        return Sequence(self._client, self._client._run(steps))
+
+    def read(self, token_ids: TokenIds, out: U8, *, extra_keys: ExtraKeys | None = None) -> int:
+        """Copy the leading cached blocks of ``token_ids`` into ``out``; returns how many.
+
+        ``out``: u8 [n, spec.block_bytes], C-contiguous; at most n blocks are copied. In the usual
+        case one round trip, and no sequence: every copied byte is checked instead. Blocks that
+        are not in the device tier are brought up first.
+        """
+        try:
+            return self._client._run(self._core.read(token_ids, out, extra_keys))
+        finally:
+            self._client._release_orphans()
 
     def attention(
         self,

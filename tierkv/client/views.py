@@ -53,8 +53,20 @@ class SequenceViews:
         return self._core.cached
 
     @property
+    def ready_tokens(self) -> int:
+        """Leading cached tokens whose blocks may be used: all, but after ``begin(wait=False)``."""
+        return self._core.ready * self._core.block_tokens
+
+    @property
+    def load_s(self) -> float:
+        """How long the other cached blocks should take to come up, in seconds; an estimate."""
+        return self._core.load_s
+
+    @property
     def block_table(self) -> I32:
         """Slot of every block in the pool, in order (i32 [blocks], read-only snapshot).
+
+        While blocks are coming up, of the ready ones.
 
         Raises LeaseLost, or InvalidArgument when the sequence is suspended or has ended.
         """

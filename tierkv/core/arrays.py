@@ -29,7 +29,7 @@ def some(mask: Bool) -> bool:
 
 def every(mask: Bool) -> bool:
     """Whether the mask is true everywhere."""
-    return np.count_nonzero(mask) == mask.size
+    return int(np.count_nonzero(mask)) == mask.size
 
 
 def first_of_runs(values: npt.NDArray[np.integer[Any]]) -> Bool:

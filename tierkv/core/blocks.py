@@ -125,15 +125,15 @@ class Blocks:
 
     def is_sealed(self, rows: I64) -> Bool:
         """Which of the rows hold a full, immutable block, shape [n]."""
-        return _SEALED[self.flags[rows]]
+        return np.asarray(_SEALED[self.flags[rows]])
 
     def is_indexed(self, rows: I64) -> Bool:
         """To which of the rows the hash table points, shape [n]."""
-        return _INDEXED[self.flags[rows]]
+        return np.asarray(_INDEXED[self.flags[rows]])
 
     def has_copy(self, rows: I64, tier: Tier) -> Bool:
         """Which of the rows have a copy in the tier, shape [n]."""
-        return _HAS[tier][self._where[rows]]
+        return np.asarray(_HAS[tier][self._where[rows]])
 
     def has_any_copy(self, rows: I64) -> Bool:
         """Which of the rows have a copy anywhere, shape [n]."""

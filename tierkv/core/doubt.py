@@ -28,7 +28,7 @@ class Doubt:
         """The device copies of these rows were checked, or written, just now. Mutates."""
         if self._left:
             known = rows[rows < len(self._id)]
-            self._left -= np.count_nonzero(self._id[known])
+            self._left -= int(np.count_nonzero(self._id[known]))
             self._id[known] = 0
 
     def among(self, rows: I64) -> I64:

@@ -16,6 +16,9 @@ from tierkv.core.effects import Flow, Headers, ReadHeaders
 from tierkv.core.ids import I64, NO_BLOCK, U32, U64, Bool, Tier
 from tierkv.core.placement import Placement
 
+TierCounts = tuple[int, int, int]
+"""Blocks by tier: device, host, disk."""
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -109,7 +112,8 @@ class Matcher:
         good &= (blocks.id[rows] == ids) & blocks.has_any_copy(rows)
         return leading(rows, good)
 
-    def count_tiers(self, rows: I64) -> tuple[int, int, int]:
+    def count_tiers(self, rows: I64) -> TierCounts:
+        """How many of the rows have their best copy in which tier."""
         counts = np.bincount(self._state.blocks.best_tier(rows), minlength=len(Tier))
         return int(counts[0]), int(counts[1]), int(counts[2])
 

@@ -30,6 +30,10 @@ MOVE_BYTES = 64 << 20
 """A move is long enough to amortise a thread's wake-up and a sync, and short enough to pipeline."""
 
 
+def _ignore() -> None:
+    """Nobody asked to be told."""
+
+
 @dataclass(eq=False)
 class _Copying:
     """A move under way. ``current`` [n]: the source still holds what the move began to read."""
@@ -243,9 +247,9 @@ class Placement:
 
     # --- copies -----------------------------------------------------------------------------------
 
-    def move_blocks(self, pool: int) -> int:
+    def move_blocks(self, pool: int, move_bytes: int = MOVE_BYTES) -> int:
         """Most blocks of the pool in one move."""
-        return max(1, min(MOVE_BLOCKS, MOVE_BYTES // self.state.pools[pool].block_bytes))
+        return max(1, min(MOVE_BLOCKS, move_bytes // self.state.pools[pool].block_bytes))
 
     def copy(self, source: Tier, target: Tier, rows: I64, ids: U64) -> Flow[int]:
         """Give blocks another copy further down, as far as there is room; returns how many.
@@ -353,10 +357,13 @@ class Placement:
         up = every(self.state.blocks.has_copy(rows, Tier.DEVICE))
         return up and self.doubt.leading_sound(rows) == len(rows)
 
-    def bring_up(self, rows: I64) -> Flow[int]:
+    def bring_up(
+        self, rows: I64, move_bytes: int = MOVE_BYTES, on_arrival: Callable[[], None] = _ignore
+    ) -> Flow[int]:
         """Give every row a device copy; returns how many leading rows have a usable one.
 
-        The rows must be active, so that what is up stays up; where one is not any more, whoever
+        They come in moves of at most ``move_bytes``; ``on_arrival`` is called after each. The rows
+        must be active, so that what is up stays up; where one is not any more, whoever
         asked has gone, and it ends. Raises PoolExhausted if the device tier has no room for the
         next block, TierFailed if the disk refused to read it.
         """
@@ -364,7 +371,7 @@ class Placement:
             return 0
         blocks = self.state.blocks
         ids = blocks.id[rows].copy()
-        batch_max = self.move_blocks(int(self.state.pool_of(rows[:1])[0]))
+        batch_max = self.move_blocks(int(self.state.pool_of(rows[:1])[0]), move_bytes)
         while True:
             kept = (blocks.id[rows] == ids) & blocks.has_any_copy(rows) & (blocks.active[rows] > 0)
             lost = indices(~kept)
@@ -380,6 +387,7 @@ class Placement:
             batch = self._batch(rows[missing[:batch_max]])
             try:
                 yield from self._promote(batch)
+                on_arrival()
             except (PoolExhausted, TierFailed):
                 # It may concern one block of the batch: those before it still come up.
                 if len(batch) == 1:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierkv.core.arrays import indices
+from tierkv.core.coming import MOVE_BYTES, Coming
 from tierkv.core.effects import Flow, Move, Moved
-from tierkv.core.ids import I64, U64, Tier
-from tierkv.core.matching import Chain, Matcher
+from tierkv.core.ids import I64, U8, U32, U64, Tier
+from tierkv.core.matching import Chain, Matcher, TierCounts, leading
 from tierkv.core.placement import Placement
 from tierkv.core.records import Kind, blank, join, push
 from tierkv.core.sealing import Sealer
@@ -27,8 +28,12 @@ from tierkv.errors import (
     LimitExceeded,
     PoolExhausted,
     TierFailed,
+    TierkvError,
     UnknownSequence,
 )
+
+NOWHERE = 255
+"""In place of a tier: the block is not cached."""
 
 RECORDS_PER_BLOCK_MAX = 3
 """Most records that one commit makes for one block of a request (a place and two drops)."""
@@ -120,12 +125,48 @@ class Planner:
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def lookup(self, namespace: int, hi: U64, lo: U64) -> tuple[int, int, int]:
+    def lookup(self, namespace: int, hi: U64, lo: U64) -> TierCounts:
         """Leading blocks that are cached, by the best tier each is in. Touches nothing."""
         self._sequences.pool(namespace)
         self._check_size(len(hi))
         rows = self._matcher.match(namespace, hi, lo)
         return self._matcher.count_tiers(rows)
+
+    def exists(self, namespace: int, hi: U64, lo: U64) -> U8:
+        """The fastest tier of each block, shape [n], NOWHERE if it is not cached. Touches nothing.
+
+        Found by hash alone: who wants the blocks has them proven by ``acquire`` or ``locate``.
+        """
+        self._sequences.pool(namespace)
+        self._check_size(len(hi))
+        blocks = self.state.blocks
+        rows = self.state.index.get(hi, lo, blocks.hash_hi, blocks.hash_lo)
+        tiers = np.full(len(hi), NOWHERE, np.uint8)
+        found = rows >= 0
+        found[found] = blocks.namespace[rows[found]] == namespace
+        tiers[found] = blocks.best_tier(rows[found])
+        return tiers
+
+    def locate(self, namespace: int, chain: Chain) -> tuple[U32, U64, U64]:
+        """Leading blocks of ``chain`` in the device tier: slots, checksums' halves; shape [n] each.
+
+        Nothing keeps them there: their slots may be given to others any time. They count as used.
+        Raises UnknownNamespace, LimitExceeded.
+        """
+        self._sequences.pool(namespace)
+        self._check_size(len(chain))
+        rows = self._matcher.match(namespace, chain.hi, chain.lo)
+        rows = rows[: self._leading_in_device(rows)]
+        rows = rows[: self._matcher.proven(rows, chain)]
+        self.placement.touch(rows[::-1])
+        tokens = chain.tokens.shape[1]
+        self.placement.counters.looked_up(len(chain) * tokens, device=len(rows) * tokens)
+        blocks = self.state.blocks
+        return blocks.slot[Tier.DEVICE][rows], blocks.sum_hi[rows], blocks.sum_lo[rows]
+
+    def has_sequence(self, lease: int, local: int) -> bool:
+        """Whether the lease has begun this sequence, and not ended it."""
+        return self._sequences.identity(lease, local) in self.state.sequences
 
     def sequence(self, lease: int, local: int) -> Sequence:
         """A lease's own sequence. Raises UnknownSequence, NotOwner."""
@@ -143,8 +184,17 @@ class Planner:
 
     # --- verbs ------------------------------------------------------------------------------------
 
-    def acquire(self, lease: int, namespace: int, local: int, chain: Chain) -> Flow[TableView]:
+    def acquire(
+        self,
+        lease: int,
+        namespace: int,
+        local: int,
+        chain: Chain,
+        coming: Coming[TableView] | None = None,
+    ) -> Flow[TableView]:
         """Begin a sequence on the longest cached prefix of ``chain``: pinned, verified, mapped.
+
+        ``coming`` is told of arriving blocks, which come in smaller moves then; see ``progress``.
 
         Asked again for a sequence that stands where the first answer left it, or would have,
         it gives the same answer: the daemon or the connection may have died on the way to it.
@@ -154,11 +204,11 @@ class Planner:
         self._sequences.pool(namespace)
         self._check_size(len(chain))
         if self._sequences.identity(lease, local) in self.state.sequences:
-            return (yield from self._acquire_again(lease, local, chain))
+            return (yield from self._acquire_again(lease, local, chain, coming))
         rows = self._matcher.match(namespace, chain.hi, chain.lo)
         if (yield from self.placement.verify(rows)):
             if self._sequences.identity(lease, local) in self.state.sequences:
-                return (yield from self._acquire_again(lease, local, chain))
+                return (yield from self._acquire_again(lease, local, chain, coming))
             rows = self._matcher.match(namespace, chain.hi, chain.lo)
         rows = rows[: self._matcher.proven(rows, chain)]
         self._sequences.check_limit(lease)
@@ -167,12 +217,16 @@ class Planner:
         opened["key"] = namespace
         records = [opened, push(int(opened["id"][0]), rows.astype(np.uint32))]
         self.placement.commit(join(records))
+        if coming is not None:
+            coming.arrived()
         sequence = self._sequences.find(lease, local)
         if self.placement.usable_as_is(rows):
             return self._begun(sequence, chain, self.state.blocks.best_tier(rows))
-        return (yield from self._bring_prefix(sequence, chain))
+        return (yield from self._bring_prefix(sequence, chain, coming))
 
-    def _acquire_again(self, lease: int, local: int, chain: Chain) -> Flow[TableView]:
+    def _acquire_again(
+        self, lease: int, local: int, chain: Chain, coming: Coming[TableView] | None
+    ) -> Flow[TableView]:
         sequence = self._sequences.find(lease, local)
         if (yield from self.placement.verify(sequence.rows)):
             sequence = self._sequences.find(lease, local)
@@ -186,15 +240,33 @@ class Planner:
             return (yield from self.resume(lease, local))
         if sequence.suspended:
             self._sequences.log(Kind.SEQ_RESUME, sequence)
-        return (yield from self._bring_prefix(sequence, chain))
+        return (yield from self._bring_prefix(sequence, chain, coming))
 
-    def _bring_prefix(self, sequence: Sequence, chain: Chain) -> Flow[TableView]:
+    def progress(self, lease: int, local: int, chain: Chain) -> tuple[TableView, TierCounts]:
+        """A sequence that is being acquired on ``chain``: how far it is, and what is not up yet.
+
+        The view's ``ready`` leading blocks may be used. Touches nothing. Raises UnknownSequence.
+        """
+        sequence = self._sequences.find(lease, local)
+        rows = sequence.rows
+        ready = self._leading_in_device(rows)
+        ready = min(ready, self._matcher.proven(rows[:ready], chain))
+        view = self._sequences.view(sequence)
+        left = self._matcher.count_tiers(rows[ready:])
+        return TableView(view.slots, view.sealed, ready=ready), left
+
+    def _bring_prefix(
+        self, sequence: Sequence, chain: Chain, coming: Coming[TableView] | None
+    ) -> Flow[TableView]:
         """Bring the sequence's blocks up as far as they fit and are what ``chain`` says."""
         rows = sequence.rows
         ids = self.state.blocks.id[rows]
         by_tier = self.state.blocks.best_tier(rows)
         try:
-            usable = yield from self.placement.bring_up(rows)
+            if coming is None:
+                usable = yield from self.placement.bring_up(rows)
+            else:
+                usable = yield from self.placement.bring_up(rows, MOVE_BYTES, coming.arrived)
         except (PoolExhausted, TierFailed):
             # No room for more, or the disk refuses to be read now: a shorter prefix is one, too.
             usable = self._leading_in_device(rows)
@@ -218,6 +290,28 @@ class Planner:
             disk=hits[Tier.DISK] * tokens,
         )
         return TableView(view.slots, view.sealed, (hits[0], hits[1], hits[2]))
+
+    def acquire_with_room(
+        self,
+        lease: int,
+        namespace: int,
+        local: int,
+        chain: Chain,
+        total: int,
+        coming: Coming[TableView] | None = None,
+    ) -> Flow[TableView]:
+        """``acquire``, and ``reserve`` behind the cached blocks; both, or there is no sequence.
+
+        Raises what they raise.
+        """
+        begun = yield from self.acquire(lease, namespace, local, chain, coming)
+        cached = begun.sealed * chain.tokens.shape[1]
+        try:
+            table = yield from self.reserve(lease, local, cached, max(total, cached))
+        except TierkvError:
+            self.release(lease, [local])
+            raise
+        return TableView(table.slots, table.sealed, begun.by_tier)
 
     def reserve(self, lease: int, local: int, written: int, total: int) -> Flow[TableView]:
         """Room for ``total`` tokens; blocks from token ``written`` on are exclusive.
@@ -408,8 +502,7 @@ class Planner:
     # --- matching ---------------------------------------------------------------------------------
 
     def _leading_in_device(self, rows: I64) -> int:
-        missing = np.flatnonzero(~self.state.blocks.has_copy(rows, Tier.DEVICE))
-        rows = rows[: missing[0]] if len(missing) else rows
+        rows = leading(rows, self.state.blocks.has_copy(rows, Tier.DEVICE))
         return self.placement.doubt.leading_sound(rows)
 
     # --- reserve ----------------------------------------------------------------------------------

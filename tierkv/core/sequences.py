@@ -25,12 +25,14 @@ LOCAL_MAX = 2**32
 class TableView:
     """A sequence's block table: device slots (u32 [n]) and how many leading blocks are sealed.
 
-    ``by_tier``: for ``acquire``, how many of the blocks came from each tier.
+    ``by_tier``: for ``acquire``, how many of the blocks came from each tier. ``ready``: while it
+    comes up, how many leading blocks may be used; None when all may.
     """
 
     slots: U32
     sealed: int
     by_tier: tuple[int, int, int] = (0, 0, 0)
+    ready: int | None = None
 
 
 class Sequences:

@@ -497,9 +497,7 @@ class State:
         self._unref(sequence.cut(0), not sequence.suspended)
 
     def _check_ids(self, rows: I64, records: Records) -> None:
-        require(
-            every(self.blocks.id[rows] == records["id"]), "a record names a block that is gone"
-        )
+        require(every(self.blocks.id[rows] == records["id"]), "a record names a block that is gone")
 
     def _unref(self, rows: I64, was_active: bool) -> None:
         blocks = self.blocks

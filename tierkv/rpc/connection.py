@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from tierkv.errors import InvariantViolation, ProtocolError, TierkvError, VersionMismatch, require
+from tierkv.errors import InvariantViolation, ProtocolError, TierkvError, VersionMismatch
 from tierkv.rpc.hangup import HangupWatcher
 from tierkv.rpc.messages import PROTOCOL_VERSION, Greeting, Hello, Message, Request
 from tierkv.rpc.wire import PAYLOAD_BYTES_MAX, FrameDecoder, decode_request, encode, failure
@@ -104,9 +104,10 @@ class Connection(asyncio.BufferedProtocol):
         """Answer a request, once. Does nothing when the worker has gone meanwhile."""
         if not self._open or self._transport is None:
             return
-        require(request_id in self._in_flight, f"reply to request {request_id}, not in flight")
+        if request_id not in self._in_flight:
+            raise InvariantViolation(f"reply to request {request_id}, not in flight")
         frame = encode(request_id, message)
-        self._in_flight.discard(request_id)
+        self._in_flight.remove(request_id)
         self._transport.write(frame)
         if not self._reading and not self._pumping:
             # In its own turn: an error in the next request is no business of whoever replies now.
@@ -188,17 +189,10 @@ class Connection(asyncio.BufferedProtocol):
     def _receive(self, request_id: int, message: Request) -> None:
         self._check_order(request_id, message)
         self._last_id = request_id
-        if isinstance(message, Hello):
-            if message.version != PROTOCOL_VERSION:
-                error = VersionMismatch(
-                    f"worker speaks protocol {message.version}, this daemon {PROTOCOL_VERSION}: "
-                    "install the same tierkv on both sides",
-                    ours=PROTOCOL_VERSION,
-                    theirs=message.version,
-                )
-                self.fail(error, request_id)
+        if not self._greeted:
+            self._greeted = self._is_greeting(request_id, message)
+            if not self._greeted:
                 return
-            self._greeted = True
         self._in_flight.add(request_id)
         try:
             self._handler.request(self, request_id, message)
@@ -206,6 +200,19 @@ class Connection(asyncio.BufferedProtocol):
             raise
         except TierkvError as error:
             self.reply(request_id, failure(error))
+
+    def _is_greeting(self, request_id: int, message: Request) -> bool:
+        """Whether the first request speaks our protocol; else the worker hears why, and is gone."""
+        if isinstance(message, Hello) and message.version != PROTOCOL_VERSION:
+            error = VersionMismatch(
+                f"worker speaks protocol {message.version}, this daemon {PROTOCOL_VERSION}: "
+                "install the same tierkv on both sides",
+                ours=PROTOCOL_VERSION,
+                theirs=message.version,
+            )
+            self.fail(error, request_id)
+            return False
+        return True
 
     def _check_order(self, request_id: int, message: Request) -> None:
         if request_id <= self._last_id:
@@ -220,9 +227,9 @@ class Connection(asyncio.BufferedProtocol):
             )
 
     def _read_or_pause(self) -> None:
-        if not self._open or self._transport is None:
-            return
         proceed = self._may_proceed()
+        if proceed is self._reading or not self._open or self._transport is None:
+            return
         if proceed and not self._reading:
             self._watcher.forget(self._fd)
             self._transport.resume_reading()

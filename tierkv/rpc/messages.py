@@ -19,7 +19,7 @@ import msgspec
 
 from tierkv.core.spec import KVSpec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, array_like=True, gc=False):
@@ -70,11 +70,32 @@ class Lookup(Message, tag="lookup"):
     hashes: bytes
 
 
+class Exists(Message, tag="exists"):
+    """Which of some blocks are cached, whatever chains they belong to. Touches nothing."""
+
+    namespace: int
+    hashes: bytes
+
+
+class Locate(Message, tag="locate"):
+    """Where the leading blocks of a chain lie in the device tier, for a worker that copies them.
+
+    Nothing is pinned: the worker compares the checksum of what it has copied.
+    """
+
+    namespace: int
+    hashes: bytes
+    tokens: bytes
+    extras: bytes = b""
+
+
 class Acquire(Message, tag="acquire"):
     """Begins a sequence on the longest cached prefix: verified, pinned, in the device tier.
 
     The blocks offered are all those the worker is willing to reuse; it leaves out the last one
-    itself when it must keep a token to compute.
+    itself when it must keep a token to compute. With ``room_tokens`` there is room for so many
+    tokens in all, as after ``reserve``; the sequence ends if there cannot be. Without ``wait``
+    the reply comes at once and says how many blocks are ready; see ``Await``.
     """
 
     namespace: int
@@ -82,6 +103,15 @@ class Acquire(Message, tag="acquire"):
     hashes: bytes
     tokens: bytes
     extras: bytes = b""
+    room_tokens: int = 0
+    wait: bool = True
+
+
+class Await(Message, tag="await"):
+    """Returns when the first ``blocks`` blocks of a sequence that is coming up can be used."""
+
+    sequence: int
+    blocks: int
 
 
 class Reserve(Message, tag="reserve"):
@@ -181,7 +211,10 @@ Request = (
     Hello
     | OpenNamespace
     | Lookup
+    | Exists
+    | Locate
     | Acquire
+    | Await
     | Reserve
     | Seal
     | Truncate
@@ -228,19 +261,38 @@ class NamespaceOpened(Message, tag="namespace_opened"):
 
 
 class Found(Message, tag="found"):
-    """Leading blocks cached: how many, and of these how many have a copy in which best tier."""
+    """Leading blocks cached: how many, and of these how many have a copy in which best tier.
+
+    ``load_us``: how long it should take to bring them up, for a worker that may rather compute.
+    """
 
     blocks: int
     device: int
     host: int
     disk: int
+    load_us: int = 0
+
+
+class Existing(Message, tag="existing"):
+    """For each block the number of its fastest tier (u8; 255: not cached)."""
+
+    tiers: bytes
+
+
+class Located(Message, tag="located"):
+    """Leading blocks in the device tier: their slots (u32 blob), and their payloads' checksums."""
+
+    slots: bytes
+    checksums: bytes
 
 
 class Table(Message, tag="table"):
     """A sequence's whole block table: device slots (u32 blob) in order.
 
     ``sealed`` leading blocks are full and shared. For ``acquire``: device, host, disk say where
-    these blocks came from.
+    these blocks came from. While blocks are still coming up only the first ``ready`` ones may be
+    used, the slots of others mean nothing, and ``load_us`` is how long the rest should take; else
+    ``ready`` is -1.
     """
 
     sequence: int
@@ -249,6 +301,8 @@ class Table(Message, tag="table"):
     device: int = 0
     host: int = 0
     disk: int = 0
+    ready: int = -1
+    load_us: int = 0
 
 
 class Done(Message, tag="done"):
@@ -269,4 +323,4 @@ class Failure(Message, tag="failure"):
     details: dict[str, Any]
 
 
-Reply = Welcome | NamespaceOpened | Found | Table | Done | Status | Failure
+Reply = Welcome | NamespaceOpened | Found | Existing | Located | Table | Done | Status | Failure

@@ -23,6 +23,7 @@ from tierkv.core.planner import Planner
 from tierkv.core.state import Sequence
 from tierkv.errors import InvariantViolation, TierFailed, TierFull, TierkvError
 from tierkv.service.journal import Journal
+from tierkv.service.speeds import Speeds
 from tierkv.tiers.mover import BytesEffect, Mover
 
 log = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ class Engine:
         """Set while the queue is empty or the disk out of service."""
         self._behind_rest.set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.speeds = Speeds()
         self.breaker = Breaker(planner)
         self.breaker.on_change = self._disk_changed
         planner.placement.disk_failed = self.breaker.failed
@@ -210,7 +212,9 @@ class Engine:
         started = time.monotonic()
         result = await self._carry_out(effect)
         if isinstance(effect, Move):
-            self.on_move(effect, time.monotonic() - started)
+            seconds = time.monotonic() - started
+            self.speeds.note(effect, self.planner.state.pools[effect.pool].block_bytes, seconds)
+            self.on_move(effect, seconds)
             if effect.target is Tier.DISK:
                 self.breaker.succeeded()
         return result

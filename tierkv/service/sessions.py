@@ -8,13 +8,14 @@ import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import numpy as np
 
+from tierkv.core.coming import Coming
 from tierkv.core.effects import Flow
 from tierkv.core.ids import U32, U64, Tier
-from tierkv.core.matching import Chain
+from tierkv.core.matching import Chain, TierCounts
 from tierkv.core.sequences import TableView
 from tierkv.errors import InvalidArgument, LimitExceeded, TierFailed, TierkvError, UnknownNamespace
 from tierkv.obs.status import WorkerStatus
@@ -23,14 +24,19 @@ from tierkv.rpc.connection import Connection
 from tierkv.rpc.wire import failure
 from tierkv.service.assembly import Parts
 from tierkv.service.attend import compute
+from tierkv.service.journal import Journal
 from tierkv.service.lifecycle import Lifecycle
-from tierkv.tiers.entry import split_hashes
+from tierkv.tiers.entry import join_hashes, split_hashes
 
 log = logging.getLogger(__name__)
 
 LASTING = (m.Seal, m.Flush)
 """What is promised by the reply to these is on disk. Any other is about memory, or a lease on it:
 a worker that could hold us to it ends with the machine."""
+
+VERB_NAMES: dict[type[m.Message], str] = {
+    verb: str(verb.__struct_config__.tag) for verb in get_args(m.Request)
+}
 
 SCRATCH_BYTES = 64 << 20
 """Query and output memory of one connection; only touched pages exist."""
@@ -42,6 +48,15 @@ class Observer(Protocol):
     def answered(self, verb: str, code: str, seconds: float) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A sequence of ``namespace`` that comes up on the leading blocks of ``chain``."""
+
+    namespace: int
+    chain: Chain
+    coming: Coming[TableView]
+
+
 @dataclass
 class Session:
     """What one connection holds."""
@@ -51,6 +66,56 @@ class Session:
     pid: int = 0
     namespaces: set[int] = field(default_factory=set)
     scratch: mmap.mmap | None = None
+    coming: dict[int, _Arrival] = field(default_factory=dict)
+    """Sequences that come up while the worker looks on."""
+
+
+class Call:
+    """One request on its way: holds its reply back until the journal releases it."""
+
+    __slots__ = (
+        "_code",
+        "_connection",
+        "_id",
+        "_journal",
+        "_observer",
+        "_reply",
+        "_started",
+        "_verb",
+    )
+
+    def __init__(
+        self,
+        observer: Observer,
+        journal: Journal,
+        connection: Connection,
+        request_id: int,
+        message: m.Request,
+    ) -> None:
+        self._observer = observer
+        self._journal = journal
+        self._connection = connection
+        self._id = request_id
+        self._verb = type(message)
+        self._started = time.monotonic()
+        self._code = "ok"
+        self._reply: m.Message
+
+    def done(self, result: m.Message | TierkvError) -> None:
+        """The request has been carried out, or has failed."""
+        if isinstance(result, TierkvError):
+            self._code = result.code
+            result = failure(result)
+        self._reply = result
+        self._journal.release(self._send, lasting=self._verb in LASTING)
+
+    def _send(self) -> None:
+        seconds = time.monotonic() - self._started
+        self._observer.answered(VERB_NAMES[self._verb], self._code, seconds)
+        try:
+            self._connection.reply(self._id, self._reply)
+        except LimitExceeded as error:  # of the reply's own size
+            self._connection.fail(error, self._id)
 
 
 class Sessions:
@@ -75,10 +140,13 @@ class Sessions:
         self._observer = observer
         self._sessions: dict[Connection, Session] = {}
         self._background: set[asyncio.Task[None]] = set()
-        self._verbs: dict[type[m.Message], Callable[[Session, Any], Flow[m.Message]]] = {
+        self._flows: dict[type[m.Message], Callable[[Session, Any], Flow[m.Message]]] = {
             m.OpenNamespace: self._open_namespace,
             m.Lookup: self._lookup,
+            m.Exists: self._exists,
+            m.Locate: self._locate,
             m.Acquire: self._acquire,
+            m.Await: self._await,
             m.Reserve: self._reserve,
             m.Seal: self._seal,
             m.Truncate: self._truncate,
@@ -136,32 +204,16 @@ class Sessions:
     def request(self, connection: Connection, request_id: int, message: m.Request) -> None:
         """See RequestHandler."""
         session = self._sessions[connection]
-        started = time.monotonic()
-
-        def done(result: m.Message | TierkvError) -> None:
-            code = "ok"
-            if isinstance(result, TierkvError):
-                code = result.code
-                result = failure(result)
-            reply = result
-
-            def send() -> None:
-                self._observer.answered(_verb_name(message), code, time.monotonic() - started)
-                try:
-                    connection.reply(request_id, reply)
-                except LimitExceeded as error:  # of the reply's own size
-                    connection.fail(error, request_id)
-
-            self._engine.journal.release(send, lasting=isinstance(message, LASTING))
-
-        if isinstance(message, m.Hello):
-            self._engine.start(self._hello(session, connection, message), done)
+        call = Call(self._observer, self._engine.journal, connection, request_id, message)
+        flow = self._flows.get(type(message))
+        if flow is not None:
+            self._engine.start(flow(session, message), call.done)
+        elif isinstance(message, m.Hello):
+            self._engine.start(self._hello(session, connection, message), call.done)
         elif isinstance(message, m.Attend):
-            self._start_attend(session, connection, message, done)
-        elif isinstance(message, m.Flush):
-            self._in_background(self._flush(done))
+            self._start_attend(session, connection, message, call.done)
         else:
-            self._engine.start(self._verbs[type(message)](session, message), done)
+            self._in_background(self._flush(call.done))
 
     # --- verbs ------------------------------------------------------------------------------------
 
@@ -199,16 +251,64 @@ class Sessions:
         yield from ()
         self._check_open(session, message.namespace)
         hi, lo = split_hashes(message.hashes)
-        device, host, disk = self._planner.lookup(message.namespace, hi, lo)
-        return m.Found(device + host + disk, device, host, disk)
+        by_tier = self._planner.lookup(message.namespace, hi, lo)
+        return m.Found(sum(by_tier), *by_tier, self._load_us(message.namespace, by_tier))
+
+    def _exists(self, session: Session, message: m.Exists) -> Flow[m.Message]:
+        yield from ()
+        self._check_open(session, message.namespace)
+        hi, lo = split_hashes(message.hashes)
+        return m.Existing(self._planner.exists(message.namespace, hi, lo).tobytes())
+
+    def _locate(self, session: Session, message: m.Locate) -> Flow[m.Message]:
+        yield from ()
+        self._check_open(session, message.namespace)
+        chain = self._chain(message.namespace, message.hashes, message.tokens, message.extras)
+        slots, sum_hi, sum_lo = self._planner.locate(message.namespace, chain)
+        return m.Located(_blob(slots), join_hashes(sum_hi, sum_lo))
 
     def _acquire(self, session: Session, message: m.Acquire) -> Flow[m.Message]:
         self._check_open(session, message.namespace)
         chain = self._chain(message.namespace, message.hashes, message.tokens, message.extras)
-        view = yield from self._planner.acquire(
-            session.lease, message.namespace, message.sequence, chain
-        )
-        return _table(message.sequence, view)
+        name = (session.lease, message.namespace, message.sequence)
+        coming = None if message.wait else Coming[TableView]()
+        if message.room_tokens:
+            flow = self._planner.acquire_with_room(*name, chain, message.room_tokens, coming)
+        else:
+            flow = self._planner.acquire(*name, chain, coming)
+        if coming is None:
+            return _table(message.sequence, (yield from flow))
+        session.coming[message.sequence] = _Arrival(message.namespace, chain, coming)
+        self._engine.start(flow, coming.end)
+        yield from coming.until(lambda: self._planner.has_sequence(session.lease, message.sequence))
+        return self._progress(session, message.sequence, session.coming[message.sequence])
+
+    def _await(self, session: Session, message: m.Await) -> Flow[m.Message]:
+        arrival = session.coming.get(message.sequence)
+        if arrival is None:  # it is up, or the connection that it was begun on has gone
+            view = yield from self._planner.resume(session.lease, message.sequence)
+            return _table(message.sequence, view)
+
+        def enough() -> bool:
+            view, _ = self._planner.progress(session.lease, message.sequence, arrival.chain)
+            return (view.ready or 0) >= message.blocks
+
+        yield from arrival.coming.until(enough)
+        return self._progress(session, message.sequence, arrival)
+
+    def _progress(self, session: Session, number: int, arrival: _Arrival) -> m.Message:
+        """The table of a sequence that was begun without waiting, as far as it has come up."""
+        if arrival.coming.ended:
+            session.coming.pop(number, None)
+            return _table(number, arrival.coming.result())
+        view, left = self._planner.progress(session.lease, number, arrival.chain)
+        return _table(number, view, self._load_us(arrival.namespace, left))
+
+    def _load_us(self, namespace: int, by_tier: TierCounts) -> int:
+        """How long blocks in these tiers should take to come up."""
+        state = self._planner.state
+        block_bytes = state.pools[state.namespaces[namespace].pool].block_bytes
+        return round(1e6 * self._engine.speeds.load_s(by_tier, block_bytes))
 
     def _reserve(self, session: Session, message: m.Reserve) -> Flow[m.Message]:
         view = yield from self._planner.reserve(
@@ -253,6 +353,8 @@ class Sessions:
 
     def _release(self, session: Session, message: m.Release) -> Flow[m.Message]:
         yield from ()
+        for number in message.sequences:
+            session.coming.pop(number, None)
         self._planner.release(session.lease, message.sequences)
         return m.Done()
 
@@ -344,7 +446,7 @@ def _extras(blob: bytes, count: int) -> U64:
     return np.frombuffer(blob, "<u8") if blob else np.zeros(count, np.uint64)
 
 
-def _table(sequence: int, view: TableView) -> m.Table:
+def _table(sequence: int, view: TableView, load_us: int = 0) -> m.Table:
     by_tier = view.by_tier
     return m.Table(
         sequence=sequence,
@@ -353,13 +455,10 @@ def _table(sequence: int, view: TableView) -> m.Table:
         device=by_tier[Tier.DEVICE],
         host=by_tier[Tier.HOST],
         disk=by_tier[Tier.DISK],
+        ready=-1 if view.ready is None else view.ready,
+        load_us=load_us,
     )
 
 
 def _blob(slots: U32) -> bytes:
     return slots.astype("<u4").tobytes()
-
-
-def _verb_name(message: m.Message) -> str:
-    tag = type(message).__struct_config__.tag
-    return str(tag)
