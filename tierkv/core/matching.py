@@ -86,9 +86,10 @@ class Matcher:
             for pool, members in self._state.by_pool(rows[here]):
                 slots = blocks.slot[tier][members].astype(np.int64)
                 tables = self._placement.tables
-                same = (tables.tokens(tier, pool, slots) == chain.tokens[: len(rows)][here]).all(1)
-                same &= tables.extras(tier, pool, slots) == chain.extras[: len(rows)][here]
-                good[here] = same
+                same = tables.tokens(tier, pool, slots) == chain.tokens[: len(rows)][here]
+                extras = tables.extras(tier, pool, slots) == chain.extras[: len(rows)][here]
+                if not (every(same) and every(extras)):
+                    good[here] = same.all(1) & extras
         if not every(good):
             self._placement.counters.mismatched_blocks += 1
             return int(good.argmin())

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from tierkv.core.arrays import put
 from tierkv.core.ids import I64, U32, U64, Tier
 from tierkv.core.slot_tables import BlockEntries
 from tierkv.tiers.arena import Arena
@@ -41,7 +42,7 @@ class ArenaTables:
         """See SlotTables."""
         self._before_change()
         arena = self._arenas[tier]
-        arena.table(pool)[slots] = make_entries(
+        sealed = make_entries(
             ids=entries.ids,
             parents=entries.parents,
             hash_hi=entries.hash_hi,
@@ -53,12 +54,13 @@ class ArenaTables:
             sum_hi=entries.sum_hi,
             sum_lo=entries.sum_lo,
         )
+        put(arena.table(pool), slots, sealed)
 
     def open(self, tier: Tier, pool: int, slots: I64, ids: U64) -> None:
         """See SlotTables."""
         self._before_change()
         arena = self._arenas[tier]
-        arena.table(pool)[slots] = make_entries(
+        opened = make_entries(
             ids=ids,
             parents=0,
             hash_hi=0,
@@ -67,6 +69,7 @@ class ArenaTables:
             length=arena.block_bytes(pool),
             digest=OPEN,
         )
+        put(arena.table(pool), slots, opened)
 
     def punch(self, tier: Tier, pool: int, slots: I64) -> None:
         """See SlotTables."""
