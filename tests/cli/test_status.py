@@ -37,6 +37,7 @@ DOCUMENT = StatusDocument(
     epoch=4,
     pid=99,
     uptime_s=125.0,
+    native_missing="there was no compiler",
     blocks=1234,
     namespaces=[
         NamespaceStatus(id=1, model="m", dtype="bfloat16", block_tokens=16, block_bytes=2 << 20)
@@ -121,6 +122,7 @@ def test_tables_for_people(tierkv: Run, daemon: Daemon) -> None:
         "checkpoint   3.50 s ago at lsn 77\n"
         "recovery     0 blocks kept, 0 lost, 0 records in 0.00 us\n"
         "memory kept  device 3.00 MiB\n"
+        "native       no: there was no compiler\n"
     )
 
 

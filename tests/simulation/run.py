@@ -27,13 +27,14 @@ from tests.simulation.machine import STATE_DIR, CrashKind, SimulatedMachine
 from tests.simulation.plan import WORKERS, Fault, Life, Plan, Step
 from tests.simulation.worker import SIZE, SPEC, Worker
 from tierkv.config import schema
-from tierkv.core.ids import Tier
+from tierkv.core.ids import U8, U32, Tier
 from tierkv.core.state import PoolShape
 from tierkv.errors import InvariantViolation, TierkvError
 from tierkv.rpc import messages as m
 from tierkv.service.recovered import Recovered
 from tierkv.tiers import copy
 from tierkv.tiers.arena import Arena
+from tierkv.tiers.entry import Sums, payload_sums
 from tierkv.tiers.sizes import slot_bytes
 
 SHAPE = PoolShape(SPEC.block_bytes, SPEC.block_tokens)
@@ -470,20 +471,23 @@ def _clock(jump_s: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _ram_steps(step: Callable[[], None]) -> Iterator[None]:
     """The daemon may die between its changes in RAM, too: they outlive it."""
-    empty, checksum = Arena.empty, copy.checksum
+    empty, copy_payload = Arena.empty, copy.copy_payload
 
     def stepping_empty(arena: Arena, pool: int, slots: object) -> None:
         step()
         empty(arena, pool, slots)  # type: ignore[arg-type]
         step()
 
-    def stepping_checksum(payload: object) -> tuple[int, int]:
+    def stepping_copy(target: U8, to: U32, source: U8, at: U32) -> Sums:
+        for one in range(len(to)):
+            step()
+            copy_payload(target, to[one : one + 1], source, at[one : one + 1])
         step()
-        return checksum(payload)  # type: ignore[arg-type]
+        return payload_sums(target, to)
 
     with (
         mock.patch.object(Arena, "empty", stepping_empty),
-        mock.patch.object(copy, "checksum", stepping_checksum),
+        mock.patch.object(copy, "copy_payload", stepping_copy),
     ):
         yield
 

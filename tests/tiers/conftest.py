@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.tiers.sums import checksum
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.arena_files import ArenaFiles
-from tierkv.tiers.entry import checksum, make_entries
+from tierkv.tiers.entry import make_entries
 
 STORE = bytes(range(16))
 BOOT = "11111111-2222-3333-4444-555555555555"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.tiers.sums import checksum
 from tierkv.errors import (
     ConfigError,
     InvariantViolation,
@@ -23,7 +24,7 @@ from tierkv.errors import (
 from tierkv.tiers.arena import POOLS_MAX, Arena
 from tierkv.tiers.arena_files import ArenaFiles
 from tierkv.tiers.copy import check_entries, verify_blocks
-from tierkv.tiers.entry import checksum, make_entries
+from tierkv.tiers.entry import make_entries
 from tierkv.tiers.linux import is_tmpfs
 
 OpenArena = Callable[..., Arena]

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.tiers.sums import checksum
 from tierkv.errors import InvariantViolation
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.copy import check_entries, copy_blocks, verify_blocks
-from tierkv.tiers.entry import checksum, has_sum, set_checks
+from tierkv.tiers.entry import has_sum, set_checks
 
 BLOCK_BYTES = 5000
 SLOTS = np.array([4, 0, 9], np.uint32)

@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tierkv_wal import RealStorage
 
+from tests.tiers.sums import checksum
 from tierkv.core.state import PoolShape
 from tierkv.errors import InvariantViolation, TierFailed, TierFull
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.arena_files import ArenaFiles
 from tierkv.tiers.copy import verify_blocks
 from tierkv.tiers.disk import DiskTier
-from tierkv.tiers.entry import checksum, make_entries
+from tierkv.tiers.entry import make_entries
 
 BLOCK_BYTES = 5000
 SLOT_BYTES = 4096 + 8192

@@ -8,15 +8,20 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tiers.sums import checksum
 from tierkv.errors import InvalidArgument
 from tierkv.tiers.entry import (
     blank_entries,
     checks_match,
-    checksum,
+    copy_payload,
     entry_dtype,
+    fill_sums,
     has_sum,
     make_entries,
+    payload_sums,
+    set_checks,
     split_hashes,
+    sums_agree,
 )
 
 
@@ -78,13 +83,30 @@ def test_a_sum_is_known_when_either_half_is_set() -> None:
     assert has_sum(entries).tolist() == [True, True, False]
 
 
-def test_a_checksum_is_the_big_endian_halves_of_the_digest() -> None:
-    payload = np.arange(1000, dtype=np.uint8)
-    digest = xxhash.xxh3_128_digest(payload.tobytes())
-    assert checksum(payload) == (
-        int.from_bytes(digest[:8], "big"),
-        int.from_bytes(digest[8:], "big"),
-    )
+def test_sums_are_the_big_endian_halves_of_the_digests() -> None:
+    payload = np.arange(5000, dtype=np.uint8).reshape(5, 1000)
+    slots = np.array([4, 0, 4])
+    hi, lo = payload_sums(payload, slots)
+    expected = [checksum(payload[slot]) for slot in slots]
+    assert list(zip(hi.tolist(), lo.tolist(), strict=True)) == expected
+
+    copied = np.zeros_like(payload)
+    assert [half.tolist() for half in copy_payload(copied, slots[:2], payload, slots[1:])] == [
+        half[1:].tolist() for half in (hi, lo)
+    ]
+    np.testing.assert_array_equal(copied[[4, 0]], payload[[0, 4]])
+
+
+def test_only_entries_that_know_no_sum_are_given_one() -> None:
+    entries = some_entries(3, 5)
+    entries["sum_hi"][1] = 7
+    set_checks(entries)
+    sums = np.array([1, 2], np.uint64), np.array([3, 4], np.uint64)
+    fill_sums(entries, np.array([1, 2]), sums)
+    assert entries["sum_hi"].tolist() == [0, 7, 2]
+    assert entries["sum_lo"].tolist() == [0, 0, 4]
+    assert checks_match(entries).all()
+    assert sums_agree(entries, np.array([1, 2]), sums).tolist() == [False, True]
 
 
 @given(st.lists(st.binary(min_size=16, max_size=16)))

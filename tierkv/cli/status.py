@@ -183,4 +183,5 @@ def _facts(document: StatusDocument) -> list[tuple[str, str]]:
         ("checkpoint", checkpoint if age_s >= 0 else "none yet"),
         ("recovery", recovered),
         ("memory kept", adopted or "none"),
+        ("native", "yes" if document.native else f"no: {document.native_missing}"),
     ]

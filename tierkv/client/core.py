@@ -19,6 +19,7 @@ import numpy as np
 from tierkv.client.attach import MappedArena
 from tierkv.core.ids import U8
 from tierkv.errors import InvalidArgument, ProtocolError
+from tierkv.native.loops import loops
 from tierkv.rpc.messages import (
     PROTOCOL_VERSION,
     Done,
@@ -71,6 +72,7 @@ class ClientCore:
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.pid = os.getpid()
+        self.loops = loops()
         self.lease = 0
         self.epoch = 0
         self.arena: MappedArena | None = None

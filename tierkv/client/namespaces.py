@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
 from tierkv.client.core import ClientCore, Steps, expect
 from tierkv.client.sequences import (
@@ -17,7 +16,7 @@ from tierkv.client.sequences import (
 )
 from tierkv.client.tokens import TokenIds, token_array
 from tierkv.core.ids import U8, U32, U64
-from tierkv.core.prefix import HASH_BYTES, chain_hashes, extra_digests
+from tierkv.core.prefix import HASH_BYTES, extra_digests
 from tierkv.core.spec import DTYPE_BYTES, KVSpec
 from tierkv.errors import InvalidArgument, LimitExceeded, ProtocolError
 from tierkv.rpc.messages import (
@@ -168,14 +167,12 @@ class NamespaceCore:
 
     def _copy_out(self, located: Located, out: U8) -> int:
         """Copy slots into the first rows of ``out``; returns how many leading ones are right."""
-        slots = np.frombuffer(located.slots, "<u4").tolist()
-        payload, digest = self.pool[:, : out.shape[1]], xxhash.xxh3_128_digest
-        for index, slot in enumerate(slots):
-            out[index] = payload[slot]
-            checksum = located.checksums[HASH_BYTES * index : HASH_BYTES * (index + 1)]
-            if digest(out[index].data) != checksum:
-                return index
-        return len(slots)
+        slots = np.frombuffer(located.slots, "<u4")
+        payload, rows = self.pool[:, : out.shape[1]], np.arange(len(slots))
+        copied = self.client.loops.copy_between(out, rows, payload, slots)
+        stated = np.frombuffer(located.checksums, np.uint8).reshape(-1, HASH_BYTES)
+        wrong = np.flatnonzero((copied != stated).any(axis=1))
+        return int(wrong[0]) if wrong.size else len(slots)
 
     def attend(self, plan: AttendPlan, q: U8, out: U8) -> Steps[None]:
         """Paged attention in the daemon; ``q`` and ``out`` are the bytes of [T, q_heads, D]."""
@@ -227,7 +224,7 @@ class NamespaceCore:
 
     def _hashes(self, tokens: U32, extras: U64) -> U8:
         blocks = len(tokens) // self.spec.block_tokens
-        return chain_hashes(
+        return self.client.loops.chain_hashes(
             self.digest, tokens, self.spec.block_tokens, extras_of(extras, 0, blocks)
         )
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from tierkv.client.core import Steps, expect
 from tierkv.client.tokens import TokenIds, token_array
 from tierkv.core.ids import U8, U32, U64
-from tierkv.core.prefix import HASH_BYTES, chain_hashes
+from tierkv.core.prefix import HASH_BYTES
 from tierkv.errors import CorruptionError, InvalidArgument, LeaseLost, ProtocolError
 from tierkv.rpc.messages import (
     Await,
@@ -316,12 +315,12 @@ class SequenceCore:
             return hashes[first * HASH_BYTES : full * HASH_BYTES]
         before = bytes(self._hashes[-HASH_BYTES:]) or self.namespace.digest
         extras = extras_of(self._extras, first, full - first)
+        chain_hashes = self.client.loops.chain_hashes
         return chain_hashes(before, tokens, self.block_tokens, extras).tobytes()
 
     def _checksums(self, slots: I32) -> bytes:
-        pool, block_bytes = self.namespace.pool, self.namespace.spec.block_bytes
-        digest = xxhash.xxh3_128_digest
-        return b"".join([digest(pool[slot, :block_bytes].data) for slot in slots.tolist()])
+        payload = self.namespace.pool[:, : self.namespace.spec.block_bytes]
+        return self.client.loops.checksums(payload, slots).tobytes()
 
     def truncate(self, n_tokens: int) -> Steps[None]:
         """Keep the first ``n_tokens`` tokens."""

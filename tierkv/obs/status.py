@@ -107,6 +107,7 @@ class StatusDocument(msgspec.Struct, kw_only=True):
     """All that the daemon tells about itself at one moment.
 
     ``evictions`` counts blocks by way, "device>host" or "disk>none", since the start.
+    ``native``: hot loops run in C; ``native_missing`` says why if they do not.
     ``fenced_blocks`` are kept from use because a worker whose lease is over may still write there.
     """
 
@@ -117,6 +118,8 @@ class StatusDocument(msgspec.Struct, kw_only=True):
     uptime_s: float = 0.0
     durability: str = "kill"
     socket: str = ""
+    native: bool = False
+    native_missing: str = ""
     tiers: dict[str, TierStatus] = msgspec.field(default_factory=_no_tiers)
     blocks: int = 0
     sequences: int = 0

@@ -15,6 +15,7 @@ from tierkv.config.schema import Config
 from tierkv.core.arrays import distinct
 from tierkv.core.ids import Tier
 from tierkv.core.state import State
+from tierkv.native.loops import loops
 from tierkv.obs.status import (
     CheckpointStatus,
     NamespaceStatus,
@@ -56,6 +57,8 @@ class StatusReader:
             uptime_s=time.monotonic() - self.started,
             durability=self.config.wal.durability,
             socket=self.config.server.socket,
+            native=not loops().missing,
+            native_missing=loops().missing,
             tiers={tier.label: self._tier(tier) for tier in Tier},
             blocks=state.row_set.used_count,
             sequences=sum(not one.fenced for one in state.sequences.values()),

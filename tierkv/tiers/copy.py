@@ -1,6 +1,6 @@
 """Copies of blocks from one RAM tier to another, and checks of blocks where they lie.
 
-Both are loops of one C call per block (copy, checksum) that frees the GIL for blocks of real size.
+A whole batch is one call that frees the GIL.
 
 Crash: a destination slot's entry is emptied first and written last, so a slot whose entry is valid
 holds the whole payload.
@@ -10,10 +10,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from tierkv.core.ids import U8, U32, U64, Bool
+from tierkv.core.ids import U32, U64, Bool
 from tierkv.errors import require
 from tierkv.tiers.arena import Arena
-from tierkv.tiers.entry import Entries, checks_match, checksum, has_sum, set_checks
+from tierkv.tiers.entry import (
+    Entries,
+    checks_match,
+    copy_payload,
+    fill_sums,
+    has_sum,
+    payload_sums,
+    sums_agree,
+)
 
 
 def copy_blocks(
@@ -31,18 +39,11 @@ def copy_blocks(
     dst.empty(pool, dst_slots)
     entries: Entries = src.table(pool)[src_slots]
     good = whole_entries(entries, src.block_bytes(pool))
-    known = has_sum(entries)
-    source, target = src.payload(pool), dst.payload(pool)
-    for index in np.flatnonzero(good).tolist():
-        copied = target[dst_slots[index]]
-        np.copyto(copied, source[src_slots[index]])
-        if not known[index]:
-            entries["sum_hi"][index], entries["sum_lo"][index] = checksum(copied)
-        elif verify:
-            good[index] = sum_matches(entries, index, copied)
-    fresh = entries[~known]
-    set_checks(fresh)
-    entries[~known] = fresh
+    copied = np.flatnonzero(good)
+    sums = copy_payload(dst.payload(pool), dst_slots[copied], src.payload(pool), src_slots[copied])
+    fill_sums(entries, copied, sums)
+    if verify:
+        good[copied] = sums_agree(entries, copied, sums)
     dst.table(pool)[dst_slots[good]] = entries[good]
     return good
 
@@ -60,9 +61,9 @@ def verify_blocks(arena: Arena, pool: int, slots: U32, ids: U64) -> Bool:
     """
     entries: Entries = arena.table(pool)[slots]
     good = _entries_of(entries, arena.block_bytes(pool), ids) & has_sum(entries)
-    payload = arena.payload(pool)
-    for index in np.flatnonzero(good).tolist():
-        good[index] = sum_matches(entries, index, payload[slots[index]])
+    likely = np.flatnonzero(good)
+    sums = payload_sums(arena.payload(pool), slots[likely])
+    good[likely] = sums_agree(entries, likely, sums)
     return good
 
 
@@ -71,12 +72,6 @@ def whole_entries(entries: Entries, block_bytes: int) -> Bool:
     whole: Bool = checks_match(entries) & (entries["length"] == block_bytes)
     whole &= entries["block_tokens"] == entries["tokens"].shape[1]
     return whole
-
-
-def sum_matches(entries: Entries, index: int, payload: U8) -> bool:
-    """Whether a payload has the checksum that ``entries[index]`` states."""
-    stated = int(entries["sum_hi"][index]), int(entries["sum_lo"][index])
-    return checksum(payload) == stated
 
 
 def _entries_of(entries: Entries, block_bytes: int, ids: U64) -> Bool:

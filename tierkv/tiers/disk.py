@@ -42,8 +42,16 @@ from tierkv.core.spec import PAGE
 from tierkv.core.state import PoolShape
 from tierkv.errors import InvariantViolation, TierFailed, TierFull, require
 from tierkv.tiers.arena import Arena
-from tierkv.tiers.copy import sum_matches, whole_entries
-from tierkv.tiers.entry import Entries, blank_entries, checksum, entry_dtype, has_sum, set_checks
+from tierkv.tiers.copy import whole_entries
+from tierkv.tiers.entry import (
+    Entries,
+    blank_entries,
+    entry_dtype,
+    fill_sums,
+    has_sum,
+    payload_sums,
+    sums_agree,
+)
 from tierkv.tiers.runs import consecutive_runs
 from tierkv.tiers.segments import Segments, shapes_present, tier_error
 from tierkv.tiers.storage import BlockStorage
@@ -305,9 +313,9 @@ class DiskTier:
             )
             error = error or refused
             ok &= (entries["id"] == expected_ids[run]) & has_sum(entries)
-            payload = arena.payload(pool)
-            for index in np.flatnonzero(ok).tolist():
-                ok[index] = sum_matches(entries, index, payload[arena_slots[run[index]]])
+            likely = np.flatnonzero(ok)
+            sums = payload_sums(arena.payload(pool), arena_slots[run[likely]])
+            ok[likely] = sums_agree(entries, likely, sums)
             arena.table(pool)[arena_slots[run[ok]]] = entries[ok]
             good[run] = ok
         return ReadResult(good, error)
@@ -464,17 +472,10 @@ def _checked_source(arena: Arena, pool: int, slots: U32) -> tuple[Entries, Bool]
     """Entries, with checksums, of blocks about to be written, and which blocks are intact."""
     entries: Entries = arena.table(pool)[slots]
     intact = whole_entries(entries, arena.block_bytes(pool))
-    known = has_sum(entries)
-    payload = arena.payload(pool)
-    for index in np.flatnonzero(intact).tolist():
-        block = payload[slots[index]]
-        if known[index]:
-            intact[index] = sum_matches(entries, index, block)
-        else:
-            entries["sum_hi"][index], entries["sum_lo"][index] = checksum(block)
-    fresh = entries[~known]
-    set_checks(fresh)
-    entries[~known] = fresh
+    likely = np.flatnonzero(intact)
+    sums = payload_sums(arena.payload(pool), slots[likely])
+    fill_sums(entries, likely, sums)
+    intact[likely] = sums_agree(entries, likely, sums)
     return entries, intact
 
 

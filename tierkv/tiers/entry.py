@@ -29,19 +29,21 @@ import functools
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from tierkv.core.ids import U8, U64, Bool
+from tierkv.core.ids import I64, U8, U64, Bool
 from tierkv.errors import InvalidArgument
+from tierkv.native.loops import Slots, loops
 
 DIGEST_BYTES = 16
 CHECK_BYTES = 8
 OPEN = bytes(DIGEST_BYTES)
 """In place of the digest: the block is not sealed, so it has no name yet."""
-_LOW_HALF = (1 << 64) - 1
 
 Entries = npt.NDArray[np.void]
 """Entries of one pool, shape [n], dtype ``entry_dtype(block_tokens)``."""
+
+Sums = tuple[U64, U64]
+"""xxh3_128 of payloads: high halves, low halves, shape [n] each."""
 
 Integers = npt.ArrayLike
 """An integer for all entries, or one integer per entry."""
@@ -127,17 +129,42 @@ def has_sum(entries: Entries) -> Bool:
 
 def _checks(entries: Entries) -> U64:
     size = entries.dtype.itemsize
-    data = np.ascontiguousarray(entries).view(np.uint8).data
-    digest = xxhash.xxh3_64_intdigest
-    starts = range(0, len(entries) * size, size)
-    covered = size - CHECK_BYTES
-    return np.fromiter((digest(data[at : at + covered]) for at in starts), np.uint64, len(entries))
+    rows = np.ascontiguousarray(entries).view(np.uint8).reshape(len(entries), size)
+    return loops().checks(rows[:, : size - CHECK_BYTES])
 
 
-def checksum(payload: U8) -> tuple[int, int]:
-    """xxh3_128 of a contiguous payload, as (high, low) half. Frees the GIL for big payloads."""
-    digest = xxhash.xxh3_128_intdigest(payload.data)
-    return digest >> 64, digest & _LOW_HALF
+def payload_sums(payload: U8, slots: Slots) -> Sums:
+    """Checksums of the blocks in these slots of ``payload`` ([count, block_bytes]).
+
+    Frees the GIL.
+    """
+    return split_hashes(loops().checksums(payload, slots).tobytes())
+
+
+def copy_payload(target: U8, to: Slots, source: U8, at: Slots) -> Sums:
+    """Copy blocks from slots of one payload to those of another; checksums of the copies.
+
+    Frees the GIL. No slot is written twice.
+    """
+    return split_hashes(loops().copy_between(target, to, source, at).tobytes())
+
+
+def fill_sums(entries: Entries, chosen: I64, sums: Sums) -> None:
+    """Let those of the chosen entries that know no sum state theirs. Mutates ``entries``."""
+    fresh = ~has_sum(entries)[chosen]
+    if not fresh.any():
+        return
+    filled = entries[chosen[fresh]]
+    filled["sum_hi"], filled["sum_lo"] = sums[0][fresh], sums[1][fresh]
+    set_checks(filled)
+    entries[chosen[fresh]] = filled
+
+
+def sums_agree(entries: Entries, chosen: I64, sums: Sums) -> Bool:
+    """Which of the chosen entries state these sums, shape [len(chosen)]."""
+    stated_hi, stated_lo = entries["sum_hi"][chosen], entries["sum_lo"][chosen]
+    agree: Bool = (stated_hi == sums[0]) & (stated_lo == sums[1])
+    return agree
 
 
 def split_hashes(hashes: bytes | memoryview) -> tuple[U64, U64]:

@@ -1,0 +1,86 @@
+"""Finds the library of hot loops and checks that it was made from the sources beside it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tierkv.errors import ConfigError
+from tierkv.native.build import LIBRARY, sources_digest
+
+VARIABLE = "TIERKV_NATIVE"
+"""Environment variable: "off" keeps to the loops in Python; "auto", as if unset, does not."""
+
+_POINTER = ctypes.c_void_p
+_SIZE = ctypes.c_size_t
+_MATRIX: list[Any] = [_POINTER, _SIZE, _SIZE]
+"""Its address, the bytes from one row to the next, and how many rows it has."""
+
+
+class NoLibrary(Exception):
+    """The library is not to be used; the message says why. ``wanted``: somebody asked for that."""
+
+    def __init__(self, why: str, *, wanted: bool = False) -> None:
+        super().__init__(why)
+        self.wanted = wanted
+
+
+class Library:
+    """The library's functions. Memory and sizes are for the caller to check.
+
+    Those of ``bytes`` free the GIL. Those of ``quick`` do not: they take microseconds, and in a
+    process with busy threads it may take a thousand times as long to get it back.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises NoLibrary."""
+        try:
+            self.bytes = ctypes.CDLL(str(path))
+            self.quick = ctypes.PyDLL(str(path))
+        except OSError as error:
+            raise NoLibrary(f"cannot load {path}: {error}") from error
+        self._check(path)
+        self._declare()
+
+    def _check(self, path: Path) -> None:
+        try:
+            name = self.quick.tierkv_sources
+        except AttributeError as error:
+            raise NoLibrary(f"{path} is another library") from error
+        name.restype = ctypes.c_char_p
+        if name() != sources_digest().encode():
+            raise NoLibrary(f"{path} was made from other sources: install tierkv again, or make")
+
+    def _declare(self) -> None:
+        functions: list[tuple[Any, Any, list[Any]]] = [
+            (
+                *(self.bytes.tierkv_chain_hashes, None),
+                [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER],
+            ),
+            (
+                *(self.bytes.tierkv_checksums, ctypes.c_int),
+                [*_MATRIX, _POINTER, _SIZE, _SIZE, _POINTER],
+            ),
+            (
+                *(self.bytes.tierkv_copy, ctypes.c_int),
+                [*_MATRIX, _POINTER, *_MATRIX, _POINTER, _SIZE, _SIZE, _POINTER],
+            ),
+            (self.quick.tierkv_checks, None, [*_MATRIX, _SIZE, _POINTER]),
+        ]
+        for function, result, arguments in functions:
+            function.restype, function.argtypes = result, arguments
+
+
+def load(environ: Mapping[str, str] = os.environ, path: Path = LIBRARY) -> Library:
+    """The library at ``path``. Raises NoLibrary, ConfigError for another value of the variable."""
+    asked = environ.get(VARIABLE, "auto")
+    if asked == "off":
+        raise NoLibrary(f"{VARIABLE} is off", wanted=True)
+    if asked != "auto":
+        raise ConfigError(f"{VARIABLE} is {asked!r}; it may be auto or off")
+    if not path.exists():
+        raise NoLibrary(f"there is no {path}: there was no C compiler when tierkv was installed")
+    return Library(path)

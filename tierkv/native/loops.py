@@ -1,0 +1,260 @@
+"""The loops over blocks that are worth C: one interface, in Python and native.
+
+Both do the same to the last bit, and check the same. Pools and rows are u8 matrices [rows, bytes]
+whose rows are contiguous; between rows there may be gaps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tierkv.core import prefix
+from tierkv.core.ids import U8, U32, U64
+from tierkv.errors import require
+from tierkv.native.library import Library, NoLibrary, load
+
+DIGEST_BYTES = 16
+CHECKED_MIN = 17
+EXTRA_BYTES = 8
+U32_BYTES = 4
+IN_POOL = "slots are in the pool"
+ONE_EACH = "one source for each target"
+
+Slots = npt.NDArray[np.integer[Any]]
+"""Row numbers, shape [n], of any integer type."""
+
+log = logging.getLogger(__name__)
+
+
+class Loops(Protocol):
+    """What takes long in Python. ``missing`` says why it is not done in C; empty if it is.
+
+    All raise InvariantViolation for rows that are not there.
+    """
+
+    missing: str
+
+    def chain_hashes(
+        self, seed: bytes, tokens: U32, block_tokens: int, extras: U64 | None = None
+    ) -> U8:
+        """See ``core.prefix.chain_hashes``."""
+        ...
+
+    def checksums(self, pool: U8, slots: Slots) -> U8:
+        """xxh3_128 of rows of the pool, u8 [n, 16]."""
+        ...
+
+    def copy_in(self, pool: U8, slots: Slots, source: U8) -> U8:
+        """Copy the rows of ``source`` [n, bytes] into slots of the pool; u8 [n, 16].
+
+        Returns the checksums of the bytes that came to lie in the slots, whoever changes the
+        source meanwhile.
+        """
+        ...
+
+    def copy_out(self, pool: U8, slots: Slots, target: U8) -> None:
+        """Copy slots of the pool into the rows of ``target`` [n, bytes]."""
+        ...
+
+    def copy_between(self, pool: U8, slots: Slots, source: U8, source_slots: Slots) -> U8:
+        """The same as ``copy_in``, from slots of another pool. No slot is written twice."""
+        ...
+
+    def checks(self, rows: U8) -> U64:
+        """xxh3_64 of rows of more than 16 bytes, u64 [n]."""
+        ...
+
+
+class PythonLoops:
+    """One call of numpy or xxhash per block."""
+
+    def __init__(self, missing: str) -> None:
+        self.missing = missing
+
+    def chain_hashes(
+        self, seed: bytes, tokens: U32, block_tokens: int, extras: U64 | None = None
+    ) -> U8:
+        """See Loops."""
+        return prefix.chain_hashes(seed, tokens, block_tokens, extras)
+
+    def checksums(self, pool: U8, slots: Slots) -> U8:
+        """See Loops."""
+        _check_slots(pool, slots)
+        digest = xxhash.xxh3_128_digest
+        sums = b"".join([digest(pool[slot].data) for slot in slots.tolist()])
+        return np.frombuffer(sums, np.uint8).reshape(-1, DIGEST_BYTES)
+
+    def copy_in(self, pool: U8, slots: Slots, source: U8) -> U8:
+        """See Loops."""
+        return self.copy_between(pool, slots, source, np.arange(len(source)))
+
+    def copy_out(self, pool: U8, slots: Slots, target: U8) -> None:
+        """See Loops."""
+        _check_slots(pool, slots)
+        _check_widths(pool, target)
+        require(len(slots) == len(target), ONE_EACH)
+        for row, slot in zip(target, slots.tolist(), strict=True):
+            np.copyto(row, pool[slot])
+
+    def copy_between(self, pool: U8, slots: Slots, source: U8, source_slots: Slots) -> U8:
+        """See Loops."""
+        _check_slots(pool, slots)
+        _check_slots(source, source_slots)
+        _check_widths(pool, source)
+        require(len(slots) == len(source_slots), ONE_EACH)
+        digest, sums = xxhash.xxh3_128_digest, []
+        for to, at in zip(slots.tolist(), source_slots.tolist(), strict=True):
+            copied = pool[to]
+            np.copyto(copied, source[at])
+            sums.append(digest(copied.data))
+        return np.frombuffer(b"".join(sums), np.uint8).reshape(-1, DIGEST_BYTES)
+
+    def checks(self, rows: U8) -> U64:
+        """See Loops."""
+        _check_rows(rows)
+        require(rows.shape[1] >= CHECKED_MIN, "rows have more than 16 bytes")
+        digest = xxhash.xxh3_64_intdigest
+        return np.fromiter((digest(row.data) for row in rows), np.uint64, len(rows))
+
+
+class NativeLoops:
+    """One call of the library for all blocks."""
+
+    missing = ""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def chain_hashes(
+        self, seed: bytes, tokens: U32, block_tokens: int, extras: U64 | None = None
+    ) -> U8:
+        """See Loops."""
+        require(len(seed) == prefix.HASH_BYTES, "a chain starts from 16 bytes")
+        blocks = len(tokens) // block_tokens
+        ids = np.ascontiguousarray(tokens, "<u4")
+        keys = None
+        if extras is not None:
+            require(len(extras) >= blocks, "one extra digest per block")
+            keys = np.ascontiguousarray(extras, np.uint64)
+        hashes = np.empty((blocks, prefix.HASH_BYTES), np.uint8)
+        self._library.bytes.tierkv_chain_hashes(
+            *(seed, _address(ids), blocks, 4 * block_tokens),
+            None if keys is None else _address(keys),
+            ctypes.create_string_buffer(prefix.HASH_BYTES + 4 * block_tokens + EXTRA_BYTES),
+            _address(hashes),
+        )
+        return hashes
+
+    def checksums(self, pool: U8, slots: Slots) -> U8:
+        """See Loops."""
+        numbers = _numbers(slots)
+        sums = np.empty((len(slots), DIGEST_BYTES), np.uint8)
+        failed = self._library.bytes.tierkv_checksums(
+            *(*_matrix(pool), _address(numbers)),
+            *(len(slots), pool.shape[1], _address(sums)),
+        )
+        require(not failed, IN_POOL)
+        return sums
+
+    def copy_in(self, pool: U8, slots: Slots, source: U8) -> U8:
+        """See Loops."""
+        sums = np.empty((len(slots), DIGEST_BYTES), np.uint8)
+        self._copy(pool, slots, source, None, sums)
+        return sums
+
+    def copy_out(self, pool: U8, slots: Slots, target: U8) -> None:
+        """See Loops."""
+        self._copy(target, None, pool, slots, None)
+
+    def copy_between(self, pool: U8, slots: Slots, source: U8, source_slots: Slots) -> U8:
+        """See Loops."""
+        sums = np.empty((len(slots), DIGEST_BYTES), np.uint8)
+        self._copy(pool, slots, source, source_slots, sums)
+        return sums
+
+    def checks(self, rows: U8) -> U64:
+        """See Loops."""
+        require(rows.shape[1] >= CHECKED_MIN, "rows have more than 16 bytes")
+        found = np.empty(len(rows), np.uint64)
+        self._library.quick.tierkv_checks(*_matrix(rows), rows.shape[1], _address(found))
+        return found
+
+    def _copy(
+        self,
+        to: U8,
+        to_slots: Slots | None,
+        source: U8,
+        source_slots: Slots | None,
+        sums: U8 | None,
+    ) -> None:
+        _check_widths(to, source)
+        count = len(to) if to_slots is None else len(to_slots)
+        given = len(source) if source_slots is None else len(source_slots)
+        require(count == given, ONE_EACH)
+        require(to.flags.writeable, "the target is writable")
+        targets = None if to_slots is None else _numbers(to_slots)
+        sources = None if source_slots is None else _numbers(source_slots)
+        failed = self._library.bytes.tierkv_copy(
+            *(*_matrix(to), None if targets is None else _address(targets)),
+            *(*_matrix(source), None if sources is None else _address(sources)),
+            *(count, to.shape[1], None if sums is None else _address(sums)),
+        )
+        require(not failed, IN_POOL)
+
+
+@functools.cache
+def loops() -> Loops:
+    """The native loops, or those in Python; the first call says so if there are none in C.
+
+    Raises ConfigError for a wrong value of the environment variable.
+    """
+    try:
+        return NativeLoops(load())
+    except NoLibrary as error:
+        level = logging.INFO if error.wanted else logging.WARNING
+        log.log(level, "hot loops run in Python, several times slower: %s", error)
+        return PythonLoops(str(error))
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    """Where a contiguous array lies."""
+    try:
+        # Three times as fast as asking numpy; only for what is writable and not empty.
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
+    except (TypeError, ValueError):
+        return array.ctypes.data
+
+
+def _matrix(matrix: U8) -> tuple[int, int, int]:
+    """Where rows lie: the first one's address, the bytes from one to the next, their number."""
+    _check_rows(matrix)
+    return matrix.ctypes.data, matrix.strides[0], len(matrix)
+
+
+def _numbers(slots: Slots) -> U32:
+    """Row numbers for the library, which checks them; those that are none stay none."""
+    if slots.dtype.itemsize > U32_BYTES:
+        require(not len(slots) or bool(((slots >> 32) == 0).all()), IN_POOL)
+    return np.ascontiguousarray(slots).astype(np.uint32, copy=False)
+
+
+def _check_rows(matrix: U8) -> None:
+    contiguous = matrix.strides[1] == 1 or matrix.shape[1] <= 1
+    require(contiguous and matrix.strides[0] >= 0, "the bytes of a row are contiguous")
+
+
+def _check_widths(one: U8, other: U8) -> None:
+    require(one.shape[1] == other.shape[1], "rows are copied into rows of the same size")
+
+
+def _check_slots(pool: U8, slots: Slots) -> None:
+    _check_rows(pool)
+    if len(slots):
+        require(int(slots.min()) >= 0 and int(slots.max()) < len(pool), IN_POOL)
