@@ -124,9 +124,13 @@ class State:
     def __init__(self, budgets: dict[Tier, int], slot_bytes: SlotBytes) -> None:
         self.budgets = budgets
         self._slot_bytes = slot_bytes
-        self.blocks = Blocks()
+        smallest = PoolShape(1, 1)
+        copies_max = sum(budgets[tier] // slot_bytes(tier, smallest) for tier in Tier)
+        self.rows_room = min(copies_max, ROWS_MAX)
+        """Room for so many rows is set aside: what the budgets can hold, most often far more."""
+        self.blocks = Blocks(self.rows_room)
         self.index = HashTable()
-        self.row_set = SlotSet(ROWS_MAX)
+        self.row_set = SlotSet(ROWS_MAX, self.rows_room)
         self.pools: list[PoolShape] = []
         self.slots: dict[tuple[Tier, int], SlotSet] = {}
         self.namespaces: dict[int, NamespaceEntry] = {}
@@ -184,6 +188,10 @@ class State:
             for (of, pool), slots in self.slots.items()
             if of is tier
         )
+
+    def copies(self, tier: Tier) -> int:
+        """How many blocks have a copy in the tier."""
+        return sum(slots.used_count for (of, _), slots in self.slots.items() if of is tier)
 
     def free_bytes(self, tier: Tier) -> int:
         """What is left of a tier's budget."""
