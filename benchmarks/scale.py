@@ -116,7 +116,10 @@ class Store:
         self.state.reindex()
         self.state.take_changes()
         self.restored_s = time.perf_counter() - started
-        self.chain_hi, self.chain_lo = found.values["hash_hi"].copy(), found.values["hash_lo"].copy()
+        self.chain_hi, self.chain_lo = (
+            found.values["hash_hi"].copy(),
+            found.values["hash_lo"].copy(),
+        )
         del found
         room = getattr(self.state, "rows_room", None)
         policies = {tier: Lru() if room is None else Lru(room) for tier in Tier}
@@ -206,14 +209,16 @@ def churn(store: Store, calls: Calls, count: int) -> None:
             chain = chain_of(hi, hi * np.uint64(3))
             calls.time(
                 "reserve",
-                lambda: run_inline(  # noqa: B023  # called at once
-                    planner.reserve(lease, local, first * tokens, total * tokens), perform  # noqa: B023
+                lambda: run_inline(  # called at once
+                    planner.reserve(lease, local, first * tokens, total * tokens),
+                    perform,  # noqa: B023
                 ),
             )
             calls.time(
                 "seal",
-                lambda: run_inline(  # noqa: B023  # called at once
-                    planner.seal(lease, local, first, chain, hi, hi), perform  # noqa: B023
+                lambda: run_inline(  # called at once
+                    planner.seal(lease, local, first, chain, hi, hi),
+                    perform,  # noqa: B023
                 ),
             )
         calls.time("release", lambda: planner.release(lease, [local]))  # noqa: B023  # at once

@@ -1,0 +1,72 @@
+"""How the daemon's process is set, and how well its event loop keeps up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tierkv.obs.histogram import Histogram
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may keep the interpreter: bounds how late the loop wakes up."""
+
+GC_THRESHOLDS = (50_000, 50, 1000)
+"""Objects that survive, and runs over younger ones, until the collector looks: seldom, for what a
+request leaves behind is no garbage that it would have to find."""
+
+LOOK_S = 0.01
+"""How often a turn of the event loop is measured."""
+
+
+def set_interpreter() -> None:
+    """Set what the whole process shares: how threads take turns, when garbage is collected."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.set_threshold(*GC_THRESHOLDS)
+
+
+def keep_objects() -> None:
+    """All objects there are now are here to stay: the collector looks at them no more."""
+    gc.collect()
+    gc.freeze()
+
+
+@contextlib.contextmanager
+def watched_collector(pauses: Histogram) -> Iterator[None]:
+    """Meanwhile the garbage collector's runs are measured, seconds.
+
+    Whatever thread one falls upon: no other can begin before it has ended.
+    """
+    started = 0.0
+
+    def ran(phase: str, _info: dict[str, Any]) -> None:
+        nonlocal started
+        if phase == "start":
+            started = time.perf_counter()
+        else:
+            pauses.observe(time.perf_counter() - started)
+
+    gc.callbacks.append(ran)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(ran)
+
+
+async def watch_loop(
+    turns: Histogram, delays: Histogram, clock: Callable[[], float] = time.perf_counter
+) -> None:
+    """Measure, for ever, how long turns of the running loop take and how late it wakes up."""
+    while True:
+        due = clock() + LOOK_S
+        await asyncio.sleep(LOOK_S)
+        delays.observe(max(0.0, clock() - due))
+        # From the first step of one turn to that of the next: all that lies between is one turn.
+        await asyncio.sleep(0)
+        began = clock()
+        await asyncio.sleep(0)
+        turns.observe(clock() - began)
