@@ -1,4 +1,4 @@
-"""How the daemon's metadata grows: memory, cost of each verb, and the longest call, by cached blocks.
+"""How metadata grows with the cached blocks: memory, cost of each verb, and the longest call.
 
     python -m benchmarks.scale 10k 1M 16M
 
@@ -39,6 +39,9 @@ SHAPE = PoolShape(65536, 16)
 DEVICE_BLOCKS = 4 * CHAIN
 STEP = 256
 """Blocks of a request that extends a sequence."""
+
+PARTS = 4
+"""Such requests that a sequence sees."""
 
 ROUNDS = 30
 MILLION = 1_000_000
@@ -141,9 +144,9 @@ class Calls:
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = {}
 
-    def time(self, name: str, call: Callable[[], Any]) -> Any:
+    def time(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         started = time.thread_time()
-        result = call()
+        result = call(*arguments)
         self.times.setdefault(name, []).append(time.thread_time() - started)
         return result
 
@@ -169,14 +172,19 @@ def measure(blocks: int, churn_calls: int) -> dict[str, Any]:
         at = int(random.integers(chains)) * CHAIN
         part = slice(at, at + CHAIN)
         hi, lo = store.chain_hi[part], store.chain_lo[part]
-        found = calls.time("lookup", lambda: store.planner.lookup(_NAMESPACE, hi, lo))  # noqa: B023  # called at once
+        found = calls.time("lookup", store.planner.lookup, _NAMESPACE, hi, lo)
         if sum(found) != len(hi):
             raise RuntimeError(f"{sum(found)} of {len(hi)} blocks were found")
     collected = time.perf_counter()
     gc.collect()
     collected = time.perf_counter() - collected
     churn(store, calls, churn_calls)
-    per_block = {"lookup": min(CHAIN, blocks), "reserve": STEP, "seal": STEP, "release": 4 * STEP}
+    per_block = {
+        "lookup": min(CHAIN, blocks),
+        "reserve": STEP,
+        "seal": STEP,
+        "release": PARTS * STEP,
+    }
     return {
         "blocks": blocks,
         "bytes_per_block": round(store.bytes_per_block, 1),
@@ -200,28 +208,18 @@ def churn(store: Store, calls: Calls, count: int) -> None:
     planner, lease = store.planner, store.lease
     random = np.random.default_rng(2)
     tokens = SHAPE.block_tokens
-    for local in range(1, count // 4):
+    for local in range(1, count // PARTS):
         empty = chain_of(*np.zeros((2, 0), np.uint64))
         run_inline(planner.acquire(lease, _NAMESPACE, local, empty), perform)
-        for part in range(4):
+        for part in range(PARTS):
             first, total = part * STEP, (part + 1) * STEP
             hi = random.integers(0, 2**64, STEP, dtype=np.uint64)
             chain = chain_of(hi, hi * np.uint64(3))
-            calls.time(
-                "reserve",
-                lambda: run_inline(  # called at once
-                    planner.reserve(lease, local, first * tokens, total * tokens),
-                    perform,  # noqa: B023
-                ),
-            )
-            calls.time(
-                "seal",
-                lambda: run_inline(  # called at once
-                    planner.seal(lease, local, first, chain, hi, hi),
-                    perform,  # noqa: B023
-                ),
-            )
-        calls.time("release", lambda: planner.release(lease, [local]))  # noqa: B023  # at once
+            reserving = planner.reserve(lease, local, first * tokens, total * tokens)
+            calls.time("reserve", run_inline, reserving, perform)
+            sealing = planner.seal(lease, local, first, chain, hi, hi)
+            calls.time("seal", run_inline, sealing, perform)
+        calls.time("release", planner.release, lease, [local])
         planner.take_sealed()
         store.state.take_changes()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tierkv.core.ids import I32, I64, NO_SLOT, U8, U16, U32, U64, Bool, Tier
-from tierkv.core.space import STEP, column, stretched, widest
+from tierkv.core.space import STEP, Memory, ahead, column, stretched, widest
 
 SEALED = 1
 """Flag: the block is full and immutable; its hash, parent and checksum are set."""
@@ -106,6 +106,10 @@ class Blocks:
         self.slot = [stretched(one, rows) for one in self.slot]
         for one in self.slot:
             one[old:] = NO_SLOT
+
+    def ahead(self) -> list[Memory]:
+        """What it will write to next."""
+        return [*(ahead(getattr(self, name)) for name in _ZEROED), *map(ahead, self.slot)]
 
     def copy(self) -> Blocks:
         """Another table with the same rows."""

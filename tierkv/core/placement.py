@@ -22,6 +22,7 @@ from tierkv.core.policy import EvictionPolicy
 from tierkv.core.records import Kind, Records, of_copies
 from tierkv.core.restart_order import restart_order
 from tierkv.core.slot_tables import SlotTables
+from tierkv.core.space import Memory
 from tierkv.core.state import State
 from tierkv.errors import PoolExhausted, TierFailed, TierFull
 
@@ -463,6 +464,11 @@ class Placement:
         for tier in Tier:
             if self.state.budgets[tier]:
                 self.policies[tier].touch(rows[self.state.blocks.has_copy(rows, tier)])
+
+    def ahead(self) -> list[Memory]:
+        """The memory that the next blocks take: it should be there before they come. Mutates."""
+        orders = [one for policy in self.policies.values() for one in policy.ahead()]
+        return [*self.state.ahead(), *orders]
 
     def list_all(self) -> None:
         """Enter every copy into its tier's order, after recovery. Mutates."""

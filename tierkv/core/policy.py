@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from tierkv.core.ids import I64, U32, Bool
-from tierkv.core.space import column, stretched, widest
+from tierkv.core.space import Memory, ahead, column, stretched, widest
 
 SCAN = 1024
 
@@ -31,6 +31,10 @@ class EvictionPolicy(Protocol):
 
     def forget(self, rows: I64) -> None:
         """Rows left the tier. Mutates."""
+        ...
+
+    def ahead(self) -> list[Memory]:
+        """The memory that it will write to next: it should be there by then."""
         ...
 
     def victims(
@@ -80,6 +84,10 @@ class Lru:
     def nbytes(self) -> int:
         """Bytes of memory it takes."""
         return self._log.nbytes + self._entry.nbytes
+
+    def ahead(self) -> list[Memory]:
+        """What it will write to next."""
+        return [ahead(self._entry), ahead(self._log)]
 
     def touch(self, rows: I64) -> None:
         """See EvictionPolicy."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tierkv.core.ids import I64, U8, U32
-from tierkv.core.space import column, stretched, widest
+from tierkv.core.space import Memory, ahead, column, stretched, widest
 from tierkv.errors import require
 
 FREE, HELD, USED = 0, 1, 2
@@ -39,6 +39,10 @@ class SlotSet:
     def nbytes(self) -> int:
         """Bytes of memory it takes."""
         return self._is.nbytes + self._stack.nbytes
+
+    def ahead(self) -> list[Memory]:
+        """What it will write to next."""
+        return [ahead(self._is), ahead(self._stack)]
 
     def used(self) -> I64:
         """All used numbers, ascending, shape [n]."""

@@ -7,7 +7,7 @@ meanwhile.
 from __future__ import annotations
 
 import mmap
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,12 @@ Number = TypeVar("Number", bound=np.generic)
 
 STEP = 4096
 """Columns get longer by so many elements at a time."""
+
+AHEAD = 65_536
+"""How many elements of a column should have their memory before they are needed."""
+
+Memory = npt.NDArray[Any]
+"""An array of which only the memory matters."""
 
 _HUGE_BYTES = 2 << 20
 # The mmap module has this name from Python 3.13 on. It keeps the kernel from refusing more than
@@ -60,6 +66,14 @@ def stretched(column: npt.NDArray[Number], count: int) -> npt.NDArray[Number]:
         room = zeros(max(length, 2 * len(column)), column.dtype.type)
         room[: len(column)] = column
     return room[:length]
+
+
+def ahead(column: npt.NDArray[Number]) -> npt.NDArray[Number]:
+    """The elements that the column gets next, as far as it has room, for its memory to be there."""
+    room = column.base
+    if not isinstance(room, np.ndarray):
+        return column[:0]
+    return room[len(column) : len(column) + AHEAD]
 
 
 def widest(numbers: I64) -> int:

@@ -17,6 +17,7 @@ from tierkv.core.blocks import INDEXED, SEALED, Blocks
 from tierkv.core.ids import I64, NO_SLOT, U32, Bool, Tier, lease_of
 from tierkv.core.records import Kind, Records, pushed_rows, require_known
 from tierkv.core.slots import SlotSet
+from tierkv.core.space import Memory
 from tierkv.core.table import HashTable
 from tierkv.errors import InvariantViolation, require
 
@@ -239,6 +240,15 @@ class State:
         self.budgets = budgets
         for (tier, pool), slots in self.slots.items():
             slots.capacity = min(budgets[tier] // self.slot_bytes(tier, pool), NO_SLOT - 1)
+
+    def ahead(self) -> list[Memory]:
+        """The memory that the next blocks take: it should be there before they come. Mutates."""
+        sets = (self.row_set, *self.slots.values())
+        return [
+            *self.blocks.ahead(),
+            *self.index.ahead(),
+            *(one for numbers in sets for one in numbers.ahead()),
+        ]
 
     def reindex(self) -> None:
         """Get the free lists ready for live work, after recovery. Mutates."""

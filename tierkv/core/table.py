@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from tierkv.core.ids import I64, U32, U64, Bool
-from tierkv.core.space import zeros
+from tierkv.core.space import Memory, zeros
 
 EMPTY = 0
 TOMBSTONE = 0xFFFFFFFF
@@ -22,6 +22,9 @@ SWEEP = 4
 would have to grow again before that."""
 
 SWEEP_MIN = 256
+
+PREPARE = 0.75
+"""How full, of what it may be, the array is when the next one is made ready."""
 
 
 class HashTable:
@@ -38,6 +41,7 @@ class HashTable:
     def __init__(self, places: int = 1024) -> None:
         self._now = _Places(places)
         self._old: _Places | None = None
+        self._next: _Places | None = None
         self._count = 0
 
     def __len__(self) -> int:
@@ -47,6 +51,18 @@ class HashTable:
     def nbytes(self) -> int:
         """Bytes of memory the table takes."""
         return self._now.values.nbytes + (self._old.values.nbytes if self._old else 0)
+
+    def ahead(self) -> list[Memory]:
+        """What it will write to next: the array to come, when the present one is nearly full.
+
+        Mutates: makes it.
+
+        A few requests would touch all of that one's pages.
+        """
+        places = len(self._now.values)
+        if self._next is None and self._count > PREPARE * LOAD_MAX * places:
+            self._next = _Places(2 * places)
+        return [self._next.values] if self._next is not None else []
 
     def get(self, hi: U64, lo: U64, column_hi: U64, column_lo: U64) -> I64:
         """Rows of the hashes (shape [n] each), -1 where absent. Mutates nothing."""
@@ -94,7 +110,10 @@ class HashTable:
         if places != len(self._now.values):
             if self._old is not None:
                 self._sweep(self._old, len(self._old.values), column_lo)
-            self._old, self._now = self._now, _Places(places)
+            is_prepared = self._next is not None and len(self._next.values) == places
+            self._old = self._now
+            self._now = self._next if self._next and is_prepared else _Places(places)
+            self._next = None
         if self._old is not None:
             self._sweep(self._old, SWEEP * extra + SWEEP_MIN, column_lo)
 

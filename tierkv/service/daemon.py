@@ -20,6 +20,7 @@ from tierkv_wal import WalError, WalWriter
 from tierkv.config.schema import Config
 from tierkv.core.counters import Counters
 from tierkv.core.effects import Move
+from tierkv.core.placement import Placement
 from tierkv.errors import ConfigError, NotReady, TierFailed, TierFull, TierkvError
 from tierkv.obs.exporter import Exporter
 from tierkv.obs.metrics import Metrics
@@ -39,6 +40,7 @@ from tierkv.service.recovery import recover
 from tierkv.service.runtime import (
     keep_objects,
     set_interpreter,
+    take_memory,
     watch_loop,
     watched_collector,
 )
@@ -196,7 +198,7 @@ class _Daemon:
         await self._until_stopped(
             listener.serve(),
             parts.engine.write_behind(),
-            self._tick(recovered.writer, ballast, parts.checkpointer),
+            self._tick(recovered.writer, ballast, parts.checkpointer, parts.planner.placement),
             watch_loop(self._metrics.loop_turn, self._metrics.loop_delay),
         )
         self._lifecycle.enter(DaemonState.DRAINING)
@@ -223,7 +225,13 @@ class _Daemon:
             if error is not None:
                 raise error
 
-    async def _tick(self, writer: WalWriter, ballast: Ballast, checkpointer: Checkpointer) -> None:
+    async def _tick(
+        self,
+        writer: WalWriter,
+        ballast: Ballast,
+        checkpointer: Checkpointer,
+        placement: Placement,
+    ) -> None:
         """Checkpoints when they are due, keeps room for what comes, measures the loop's lag."""
         loop = asyncio.get_running_loop()
         wal = self._config.wal
@@ -241,6 +249,7 @@ class _Daemon:
                     await loop.run_in_executor(None, _keep_room, writer, ballast)
                     await self._note_status()
             await loop.run_in_executor(None, _prepare_spare, writer)
+            await loop.run_in_executor(None, take_memory, placement.ahead())
 
     async def _note_status(self) -> None:
         try:
