@@ -19,6 +19,7 @@ from world import FakeTiers, World, checksum
 from tierkv.core.effects import Check, Effect, Headers, Move, Moved, ReadHeaders, Wait
 from tierkv.core.ids import Tier
 from tierkv.core.placement import Placement
+from tierkv.core.slots import HELD
 from tierkv.errors import InvariantViolation, TierkvError
 
 Job = Generator[None, None, Any]
@@ -206,7 +207,7 @@ def check_nothing_leaked(world: World) -> None:
     placement, state = world.placement, world.state
     for (tier, pool), slots in state.slots.items():
         assert slots.held_count == 0, f"{tier.label} pool {pool}: {slots.held_count} slots held"
-        assert not slots._held.any()
+        assert not (slots._is == HELD).any()
     assert state.row_set.held_count == 0
     for tier in Tier:
         assert not len(placement.holds[tier].rows()), f"held in {tier.label}"

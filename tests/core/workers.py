@@ -20,6 +20,7 @@ from tierkv.core.invariants import active_without_device_copy, check_invariants
 from tierkv.core.matching import Chain
 from tierkv.core.records import Kind, blank
 from tierkv.core.sequences import TableView
+from tierkv.core.slots import HELD
 from tierkv.core.state import PoolShape
 from tierkv.errors import (
     CorruptionError,
@@ -132,7 +133,7 @@ class Run:
 
     def _writable(self, move: Any) -> bool:
         slots = self.world.state.slots[move.target, move.pool]
-        return bool(slots._held[move.target_slots].all())
+        return bool((slots._is[move.target_slots] == HELD).all())
 
     def _fault(self) -> TierkvError | None:
         if not self.plan.faults or self.random.random() > 0.1:

@@ -14,7 +14,7 @@ def test_keys() -> None:
     assert list(plain) == [
         "version", "state", "epoch", "pid", "uptime_s", "durability", "socket", "tiers", "blocks",
         "sequences", "leases", "fenced_blocks", "connections", "workers", "namespaces", "prefix",
-        "evictions", "wal", "recovery", "checkpoint",
+        "evictions", "wal", "recovery", "checkpoint", "loop",
     ]  # fmt: skip
     assert list(plain["tiers"]) == ["device", "host", "disk"]
     assert list(plain["tiers"]["host"]) == [

@@ -173,6 +173,10 @@ def _facts(document: StatusDocument) -> list[tuple[str, str]]:
     adopted = ", ".join(
         f"{tier} {about_bytes(size)}" for tier, size in recovery.adopted_bytes.items() if size
     )
+    loop = (
+        f"99.9% of turns within {about_duration(document.loop.turn_p999_s)}, "
+        f"the longest {about_duration(document.loop.turn_max_s)}"
+    )
     return [
         ("prefix hits", f"{format_ratio(prefix.hit_ratio)} of the latest tokens"),
         ("since start", f"{prefix.hit_tokens:,} of {prefix.lookup_tokens:,} tokens"),
@@ -181,6 +185,7 @@ def _facts(document: StatusDocument) -> list[tuple[str, str]]:
         ("evictions", evictions or "none"),
         ("log", log),
         ("checkpoint", checkpoint if age_s >= 0 else "none yet"),
+        ("event loop", loop),
         ("recovery", recovered),
         ("memory kept", adopted or "none"),
         ("native", "yes" if document.native else f"no: {document.native_missing}"),

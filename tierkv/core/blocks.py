@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tierkv.core.ids import I64, NO_SLOT, U8, U32, U64, Bool, Tier
+from tierkv.core.ids import I32, I64, NO_SLOT, U8, U16, U32, U64, Bool, Tier
+from tierkv.core.space import STEP, Memory, ahead, column, stretched, widest
 
 SEALED = 1
 """Flag: the block is full and immutable; its hash, parent and checksum are set."""
@@ -42,55 +43,83 @@ _BEST = np.array([min((t for t in Tier if w >> t & 1), default=len(Tier)) for w 
 SLOT_FIELDS = ("slot_device", "slot_host", "slot_disk")
 
 
+_ZEROED = {
+    "id": np.uint64,
+    "parent": np.uint64,
+    "hash_hi": np.uint64,
+    "hash_lo": np.uint64,
+    "sum_hi": np.uint64,
+    "sum_lo": np.uint64,
+    "namespace": np.uint16,
+    "flags": np.uint16,
+    "refs": np.int32,
+    "active": np.int32,
+    "_where": np.uint8,
+}
+"""The columns that are 0 in a free row."""
+
+
 class Blocks:
     """Columns of the block table; index = row. ``id`` 0 marks a free row.
 
     ``slot[tier]`` is NO_SLOT where the block has no copy in that tier. ``refs`` counts sequences
     that hold the block, ``active`` those of them that are not suspended, i.e. may map it now.
+
+    Columns get longer where they are, up to ``room`` rows: nobody may keep one over ``ensure``.
     """
 
-    def __init__(self, rows: int = 1024) -> None:
-        self.id: U64 = np.zeros(rows, np.uint64)
-        self.parent: U64 = np.zeros(rows, np.uint64)
-        self.hash_hi: U64 = np.zeros(rows, np.uint64)
-        self.hash_lo: U64 = np.zeros(rows, np.uint64)
-        self.sum_hi: U64 = np.zeros(rows, np.uint64)
-        self.sum_lo: U64 = np.zeros(rows, np.uint64)
-        self.namespace = np.zeros(rows, np.uint16)
-        self.flags = np.zeros(rows, np.uint16)
-        self.refs = np.zeros(rows, np.int32)
-        self.active = np.zeros(rows, np.int32)
-        self.slot: list[U32] = [np.full(rows, NO_SLOT, np.uint32) for _ in Tier]
-        self._where: U8 = np.zeros(rows, np.uint8)
-        """A bit per tier: whether ``slot`` names one there."""
+    id: U64
+    parent: U64
+    hash_hi: U64
+    hash_lo: U64
+    sum_hi: U64
+    sum_lo: U64
+    namespace: U16
+    flags: U16
+    refs: I32
+    active: I32
+    slot: list[U32]
+    _where: U8
+    """A bit per tier: whether ``slot`` names one there."""
+
+    def __init__(self, room: int = STEP) -> None:
+        for name, dtype in _ZEROED.items():
+            setattr(self, name, column(room, dtype))
+        self.slot = [column(room, np.uint32) for _ in Tier]
+        self.ensure(STEP)
 
     def __len__(self) -> int:
         return len(self.id)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory the rows take."""
+        return sum(one.nbytes for one in (*(getattr(self, name) for name in _ZEROED), *self.slot))
+
     def ensure(self, rows: int) -> None:
-        """Grow all columns to at least ``rows``. Mutates."""
+        """Have at least ``rows`` rows. Mutates."""
         old = len(self)
         if rows <= old:
             return
-        extra = max(rows, 2 * old) - old
-        for name in (
-            "id",
-            "parent",
-            "hash_hi",
-            "hash_lo",
-            "sum_hi",
-            "sum_lo",
-            "namespace",
-            "flags",
-            "refs",
-            "active",
-            "_where",
-        ):
-            column = getattr(self, name)
-            setattr(self, name, np.concatenate([column, np.zeros(extra, column.dtype)]))
-        self.slot = [
-            np.concatenate([column, np.full(extra, NO_SLOT, np.uint32)]) for column in self.slot
-        ]
+        for name in _ZEROED:
+            setattr(self, name, stretched(getattr(self, name), rows))
+        self.slot = [stretched(one, rows) for one in self.slot]
+        for one in self.slot:
+            one[old:] = NO_SLOT
+
+    def ahead(self) -> list[Memory]:
+        """What it will write to next."""
+        return [*(ahead(getattr(self, name)) for name in _ZEROED), *map(ahead, self.slot)]
+
+    def copy(self) -> Blocks:
+        """Another table with the same rows."""
+        other = Blocks(len(self))
+        other.ensure(len(self))
+        for name in _ZEROED:
+            getattr(other, name)[:] = getattr(self, name)
+        for theirs, ours in zip(other.slot, self.slot, strict=True):
+            theirs[:] = ours
+        return other
 
     def clear(self, rows: I64) -> None:
         """Make rows free. Mutates."""
@@ -103,8 +132,8 @@ class Blocks:
         self.hash_lo[rows] = 0
         self.sum_hi[rows] = 0
         self.sum_lo[rows] = 0
-        for column in self.slot:
-            column[rows] = NO_SLOT
+        for one in self.slot:
+            one[rows] = NO_SLOT
         self._where[rows] = 0
 
     def place(self, rows: I64, tier: Tier, slots: U32) -> None:
@@ -120,8 +149,8 @@ class Blocks:
     def slots_changed(self, rows: I64) -> None:
         """The slot columns of these rows were written directly. Mutates."""
         self._where[rows] = 0
-        for tier, column in zip(Tier, self.slot, strict=True):
-            self._where[rows[column[rows] != NO_SLOT]] |= _PRESENT[tier]
+        for tier, one in zip(Tier, self.slot, strict=True):
+            self._where[rows[one[rows] != NO_SLOT]] |= _PRESENT[tier]
 
     def is_sealed(self, rows: I64) -> Bool:
         """Which of the rows hold a full, immutable block, shape [n]."""
@@ -150,19 +179,19 @@ class Blocks:
             values[name] = getattr(self, name)[rows]
         values["namespace"] = self.namespace[rows]
         values["flags"] = self.flags[rows]
-        for name, column in zip(SLOT_FIELDS, self.slot, strict=True):
-            values[name] = column[rows]
+        for name, one in zip(SLOT_FIELDS, self.slot, strict=True):
+            values[name] = one[rows]
         return values
 
     def restore(self, rows: I64, values: np.ndarray[tuple[int], np.dtype[np.void]]) -> None:
         """Set rows from persistent values. Mutates; refs and active stay 0."""
         if not len(rows):
             return
-        self.ensure(int(rows.max()) + 1)
+        self.ensure(widest(rows))
         for name in ("id", "parent", "hash_hi", "hash_lo", "sum_hi", "sum_lo"):
             getattr(self, name)[rows] = values[name]
         self.namespace[rows] = values["namespace"]
         self.flags[rows] = values["flags"]
-        for name, column in zip(SLOT_FIELDS, self.slot, strict=True):
-            column[rows] = values[name]
+        for name, one in zip(SLOT_FIELDS, self.slot, strict=True):
+            one[rows] = values[name]
         self.slots_changed(rows)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from tierkv.core.blocks import Blocks
-from tierkv.core.ids import I64, U64, Tier
+from tierkv.core.ids import I64, U64, Bool, Tier
+from tierkv.core.space import widest
 
 
 class Doubt:
@@ -13,31 +14,38 @@ class Doubt:
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
-        # Per row: the block that is in doubt, or 0. A row that holds another by now is not.
-        self._id: U64 = np.zeros(0, np.uint64)
+        self._is: Bool = np.zeros(0, np.bool_)
+        """Per row: whether it is in doubt, if it still holds the block that it held then."""
         self._left = 0
-        """How many rows have an id there: at 0, the usual case, nothing need be looked up."""
+        """How many rows are: at 0, the usual case, nothing need be looked up."""
+        self._rows: I64 = np.zeros(0, np.int64)
+        self._ids: U64 = np.zeros(0, np.uint64)
+        """The rows that were in doubt in the beginning, ascending, and the blocks they held."""
 
     def mark(self, rows: I64) -> None:
         """These rows, and no others, are in doubt. Mutates."""
-        self._id = np.zeros(len(self._blocks), np.uint64)
-        self._id[rows] = self._blocks.id[rows]
+        self._rows = np.sort(rows)
+        self._ids = self._blocks.id[self._rows]
+        self._is = np.zeros(widest(rows), np.bool_)
+        self._is[rows] = True
         self._left = len(rows)
 
     def clear(self, rows: I64) -> None:
         """The device copies of these rows were checked, or written, just now. Mutates."""
         if self._left:
-            known = rows[rows < len(self._id)]
-            self._left -= int(np.count_nonzero(self._id[known]))
-            self._id[known] = 0
+            known = rows[rows < len(self._is)]
+            self._left -= int(np.count_nonzero(self._is[known]))
+            self._is[known] = False
 
     def among(self, rows: I64) -> I64:
         """Those of the rows that are in doubt."""
         if not self._left:
             return rows[:0]
-        known = rows[rows < len(self._id)]
-        doubted = self._id[known] == self._blocks.id[known]
-        return np.asarray(known[doubted & self._blocks.has_copy(known, Tier.DEVICE)])
+        rows = rows[rows < len(self._is)]
+        rows = rows[self._is[rows]]
+        held = self._ids[np.searchsorted(self._rows, rows)]
+        same = held == self._blocks.id[rows]
+        return np.asarray(rows[same & self._blocks.has_copy(rows, Tier.DEVICE)])
 
     def leading_sound(self, rows: I64) -> int:
         """How many leading rows are free of doubt."""

@@ -7,26 +7,29 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from tierkv.core.arrays import first_of_runs
 from tierkv.core.effects import Signal
 from tierkv.core.ids import I64, Bool
 
 
 class Holds:
-    """How many users each row's copy in one tier has right now."""
+    """Which rows' copies in one tier have users right now: few of many, so they are listed."""
 
     def __init__(self) -> None:
-        self._count = np.zeros(1024, np.int16)
-        self._total = 0
+        self._rows: I64 = np.zeros(0, np.int64)
+        """Ascending; a row as often as it has users."""
         self._released = Signal()
 
     def has(self, rows: I64) -> Bool:
         """Which of the rows are held, shape [n]."""
-        self._grow(rows)
-        return np.asarray(self._count[rows] > 0)
+        if not len(self._rows):
+            return np.zeros(len(rows), np.bool_)
+        at = np.minimum(np.searchsorted(self._rows, rows), len(self._rows) - 1)
+        return np.asarray(self._rows[at] == rows)
 
     def rows(self) -> I64:
         """All rows that are held."""
-        return np.flatnonzero(self._count) if self._total else np.zeros(0, np.int64)
+        return np.asarray(self._rows[first_of_runs(self._rows)])
 
     def released(self) -> Signal:
         """Set when any hold ends next."""
@@ -34,14 +37,11 @@ class Holds:
 
     def take(self, rows: I64) -> None:
         """One more user of each row (no row twice). Mutates."""
-        self._grow(rows)
-        self._count[rows] += 1
-        self._total += len(rows)
+        self._rows = np.sort(np.concatenate([self._rows, rows]))
 
     def release(self, rows: I64) -> None:
         """One user less of each row. Mutates."""
-        self._count[rows] -= 1
-        self._total -= len(rows)
+        self._rows = np.delete(self._rows, np.searchsorted(self._rows, rows))
         released, self._released = self._released, Signal()
         released.set()
 
@@ -53,10 +53,3 @@ class Holds:
             yield
         finally:
             self.release(rows)
-
-    def _grow(self, rows: I64) -> None:
-        needed = int(rows.max(initial=-1)) + 1
-        if needed > len(self._count):
-            grown = np.zeros(max(needed, 2 * len(self._count)), np.int16)
-            grown[: len(self._count)] = self._count
-            self._count = grown

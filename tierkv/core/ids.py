@@ -29,8 +29,10 @@ NO_BLOCK = BlockId(0)
 """Parent of a chain's first block."""
 
 U8 = npt.NDArray[np.uint8]
+U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
+I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 

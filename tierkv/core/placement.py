@@ -22,6 +22,7 @@ from tierkv.core.policy import EvictionPolicy
 from tierkv.core.records import Kind, Records, of_copies
 from tierkv.core.restart_order import restart_order
 from tierkv.core.slot_tables import SlotTables
+from tierkv.core.space import Memory
 from tierkv.core.state import State
 from tierkv.errors import PoolExhausted, TierFailed, TierFull
 
@@ -107,17 +108,22 @@ class Placement:
         return self.state.budgets[tier] > 0 and not (tier is Tier.DISK and self.disk_paused)
 
     def evictable(self, tier: Tier) -> int:
-        """Blocks that could leave the tier now. Looks at every block: not for the hot path."""
-        rows = self.state.live_rows()
+        """Blocks that could leave the tier now: all but some that sequences or moves hold.
+
+        Looks at every block that is held: not for the hot path.
+        """
+        tables = [sequence.rows for sequence in self.state.sequences.values()]
+        rows = distinct(np.concatenate([self.holds[tier].rows(), *tables]))
+        rows = rows[self.state.blocks.has_copy(rows, tier)]
         leaving = self._eligible(tier, rows)
         if not any(self.enabled(lower) for lower in Tier if lower > tier):
             leaving &= self._loose(tier, rows)
-        return int(np.count_nonzero(leaving))
+        return self.state.copies(tier) - int(np.count_nonzero(~leaving))
 
     def _exhausted(self, tier: Tier, pool: int, count: int) -> PoolExhausted:
         size = self.state.slot_bytes(tier, pool)
         free = max(0, self.state.free_bytes(tier)) // size
-        # No worker hears of the lower tiers, and counting looks at every block.
+        # No worker hears of the lower tiers, and counting takes its time.
         evictable = self.evictable(tier) if tier is Tier.DEVICE else 0
         return PoolExhausted(
             f"the {tier.label} tier cannot take {count} more blocks of {size} bytes: {free} free, "
@@ -458,6 +464,11 @@ class Placement:
         for tier in Tier:
             if self.state.budgets[tier]:
                 self.policies[tier].touch(rows[self.state.blocks.has_copy(rows, tier)])
+
+    def ahead(self) -> list[Memory]:
+        """The memory that the next blocks take: it should be there before they come. Mutates."""
+        orders = [one for policy in self.policies.values() for one in policy.ahead()]
+        return [*self.state.ahead(), *orders]
 
     def list_all(self) -> None:
         """Enter every copy into its tier's order, after recovery. Mutates."""

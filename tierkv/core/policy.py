@@ -7,9 +7,13 @@ from typing import Protocol
 
 import numpy as np
 
-from tierkv.core.ids import I64, U32, U64, Bool
+from tierkv.core.ids import I64, U32, Bool
+from tierkv.core.space import Memory, ahead, column, stretched, widest
 
 SCAN = 1024
+
+TIDY = 4
+"""Entries of the log that are tidied per row touched: at least 2, or it would never be done."""
 
 
 class EvictionPolicy(Protocol):
@@ -27,6 +31,10 @@ class EvictionPolicy(Protocol):
 
     def forget(self, rows: I64) -> None:
         """Rows left the tier. Mutates."""
+        ...
+
+    def ahead(self) -> list[Memory]:
+        """The memory that it will write to next: it should be there by then."""
         ...
 
     def victims(
@@ -49,33 +57,56 @@ class Lru:
 
     With requests touched leaf to root, victims come leaf first, so the cached set stays closed
     under prefixes without any child counters.
+
+    When half of the log or so is stale, its live entries are moved to its beginning, some with each
+    touch: those up to ``_to`` have been moved, the next to be moved is at ``_from``, and what lies
+    between is stale.
     """
 
     name = "lru"
 
-    def __init__(self) -> None:
-        self._log: U32 = np.zeros(SCAN, np.uint32)
-        self._base = 1
-        """Number of the log's entry 0; numbers start at 1 so that 0 can mean "not listed"."""
+    def __init__(self, room: int = SCAN) -> None:
+        """``room``: rows that can be listed before something must grow by copying."""
+        self._log: U32 = column(2 * room, np.uint32)
         self._head = 0
+        """Before it all is stale."""
         self._tail = 0
-        self._entry: U64 = np.zeros(SCAN, np.uint64)
-        """Per row: the number of its latest entry, 0 = not listed."""
+        self._to = 0
+        self._from = 0
+        self._entry: U32 = column(room, np.uint32)
+        """Per row: the place of its latest entry in the log, plus 1; 0 = not listed."""
+        self._listed = 0
+
+    def __len__(self) -> int:
+        return self._listed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory it takes."""
+        return self._log.nbytes + self._entry.nbytes
+
+    def ahead(self) -> list[Memory]:
+        """What it will write to next."""
+        return [ahead(self._entry), ahead(self._log)]
 
     def touch(self, rows: I64) -> None:
         """See EvictionPolicy."""
         if not len(rows):
             return
-        self._ensure_rows(int(rows.max()) + 1)
-        self._ensure_log(len(rows))
-        self._log[self._tail : self._tail + len(rows)] = rows
-        first = self._base + self._tail
-        self._entry[rows] = np.arange(first, first + len(rows), dtype=np.uint64)
-        self._tail += len(rows)
+        self._entry = stretched(self._entry, widest(rows))
+        self._listed += len(rows) - int(np.count_nonzero(self._entry[rows]))
+        end = self._tail + len(rows)
+        self._log = stretched(self._log, end)
+        self._log[self._tail : end] = rows
+        self._entry[rows] = np.arange(self._tail + 1, end + 1, dtype=np.uint32)
+        self._tail = end
+        self._tidy(TIDY * len(rows))
 
     def forget(self, rows: I64) -> None:
         """See EvictionPolicy."""
-        self._entry[rows[rows < len(self._entry)]] = 0
+        known = rows[rows < len(self._entry)]
+        self._listed -= int(np.count_nonzero(self._entry[known]))
+        self._entry[known] = 0
 
     def victims(
         self,
@@ -89,13 +120,14 @@ class Lru:
         at = self._head
         leading = True
         while need_bytes > 0 and at < self._tail:
-            stop = min(at + SCAN, self._tail)
-            rows = self._log[at:stop].astype(np.int64)
-            numbers = np.arange(self._base + at, self._base + stop, dtype=np.uint64)
-            rows = rows[self._entry[rows] == numbers]
+            if self._to <= at < self._from:
+                at = self._from
+                continue
+            stop = min(at + SCAN, self._to if at < self._to else self._tail)
+            rows = self._live(at, stop)
             good = eligible(rows)
             kept = good | stays(rows)
-            self._entry[rows[~kept]] = 0
+            self.forget(rows[~kept])
             leading = leading and not kept.any()
             if leading:
                 self._head = stop
@@ -107,22 +139,25 @@ class Lru:
             at = stop
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
-    def _ensure_rows(self, size: int) -> None:
-        if size > len(self._entry):
-            grown = np.zeros(max(size, 2 * len(self._entry)), np.uint64)
-            grown[: len(self._entry)] = self._entry
-            self._entry = grown
+    def _live(self, start: int, stop: int) -> I64:
+        """The rows whose latest entries are in this part of the log."""
+        rows = self._log[start:stop].astype(np.int64)
+        places = np.arange(start + 1, stop + 1, dtype=np.uint32)
+        return np.asarray(rows[self._entry[rows] == places])
 
-    def _ensure_log(self, extra: int) -> None:
-        if self._tail + extra <= len(self._log):
-            return
-        numbers = np.arange(self._base + self._head, self._base + self._tail, dtype=np.uint64)
-        rows = self._log[self._head : self._tail]
-        live = rows[self._entry[rows] == numbers]
-        # New numbers lie above all old ones, so a forgotten row cannot match by accident.
-        self._base += self._tail
-        self._head, self._tail = 0, len(live)
-        if 2 * (len(live) + extra) > len(self._log):
-            self._log = np.zeros(2 * (len(live) + extra), np.uint32)
-        self._log[: len(live)] = live
-        self._entry[live] = np.arange(self._base, self._base + len(live), dtype=np.uint64)
+    def _tidy(self, count: int) -> None:
+        """Look at the next ``count`` entries to be moved, if there is enough to be gained."""
+        if self._head >= self._from:
+            # Nothing that was moved is left.
+            if self._tail < 1.5 * self._listed + SCAN:
+                return
+            self._from, self._head, self._to = self._head, 0, 0
+        stop = min(self._from + count, self._tail)
+        rows = self._live(self._from, stop)
+        end = self._to + len(rows)
+        self._log[self._to : end] = rows
+        self._entry[rows] = np.arange(self._to + 1, end + 1, dtype=np.uint32)
+        self._to, self._from = end, stop
+        if stop == self._tail:
+            self._tail = end
+            self._from = self._to = 0

@@ -14,7 +14,6 @@ once. ``State.apply`` says what a record means: the tests compare the two.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -68,7 +67,7 @@ def _replay_at_once(state: State, records: Records) -> None:
     of_blocks = _select(records, _OF_BLOCKS)
     if len(of_blocks):
         blocks.ensure(int(records["key"][of_blocks].max()) + 1)
-    before = copy.deepcopy(blocks)
+    before = blocks.copy()
     try:
         _replay_tables(state, records)
         if len(of_blocks):

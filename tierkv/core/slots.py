@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from tierkv.core.ids import I64, U32, Bool
+from tierkv.core.ids import I64, U8, U32
+from tierkv.core.space import Memory, ahead, column, stretched, widest
 from tierkv.errors import require
+
+FREE, HELD, USED = 0, 1, 2
 
 
 class SlotSet:
@@ -15,11 +18,13 @@ class SlotSet:
     process. Low numbers go out first, so that files grow only as far as they must.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, room: int | None = None) -> None:
+        """``room``: how far it grows without copying, if that is less than ``capacity``."""
         self.capacity = capacity
-        self._used: Bool = np.zeros(min(capacity, 1024), np.bool_)
-        self._held: Bool = np.zeros(min(capacity, 1024), np.bool_)
-        self._stack: U32 = np.zeros(1024, np.uint32)
+        room = capacity if room is None else room
+        self._is: U8 = column(room, np.uint8)
+        """What each number is."""
+        self._stack: U32 = column(room, np.uint32)
         self._depth = 0
         self._fresh = 0
         self.used_count = 0
@@ -30,9 +35,18 @@ class SlotSet:
         """How many can still be held."""
         return self.capacity - self.used_count - self.held_count
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory it takes."""
+        return self._is.nbytes + self._stack.nbytes
+
+    def ahead(self) -> list[Memory]:
+        """What it will write to next."""
+        return [ahead(self._is), ahead(self._stack)]
+
     def used(self) -> I64:
         """All used numbers, ascending, shape [n]."""
-        return np.flatnonzero(self._used)
+        return np.flatnonzero(self._is == USED)
 
     def hold(self, count: int) -> I64:
         """Promise ``count`` free numbers, shape [count]. The caller has checked free_count.
@@ -47,11 +61,11 @@ class SlotSet:
             top = self._stack[self._depth - size : self._depth][::-1].astype(np.int64)
             self._depth -= size
             # An entry may be stale (taken by replay, or listed twice).
-            free = top[~(self._used[top] | self._held[top])]
+            free = top[self._is[top] == FREE]
             if len(free) > 1:
                 _, first = np.unique(free, return_index=True)
                 free = free[np.sort(first)]
-            self._held[free] = True
+            self._is[free] = HELD
             parts.append(free)
             missing -= len(free)
         while missing:
@@ -59,8 +73,8 @@ class SlotSet:
             require(len(fresh), "free count disagrees with the free stack")
             self._fresh += len(fresh)
             self._ensure(self._fresh)
-            free = fresh[~(self._used[fresh] | self._held[fresh])]
-            self._held[free] = True
+            free = fresh[self._is[fresh] == FREE]
+            self._is[free] = HELD
             parts.append(free)
             missing -= len(free)
         self.held_count += count
@@ -68,8 +82,8 @@ class SlotSet:
 
     def unhold(self, numbers: I64) -> None:
         """Take promises back; numbers that were taken meanwhile are left alone."""
-        still = numbers[self._held[numbers]]
-        self._held[still] = False
+        still = numbers[self._is[numbers] == HELD]
+        self._is[still] = FREE
         self.held_count -= len(still)
         self._push(still)
 
@@ -77,11 +91,11 @@ class SlotSet:
         """Mark as used (each must be free or held). Mutates; called by apply only."""
         if not len(numbers):
             return
-        self._ensure(int(numbers.max()) + 1)
-        require(not self._used[numbers].any(), "a slot was taken twice")
-        self.held_count -= int(np.count_nonzero(self._held[numbers]))
-        self._held[numbers] = False
-        self._used[numbers] = True
+        self._ensure(widest(numbers))
+        were = self._is[numbers]
+        require(not (were == USED).any(), "a slot was taken twice")
+        self.held_count -= int(np.count_nonzero(were == HELD))
+        self._is[numbers] = USED
         self.used_count += len(numbers)
 
     def give(self, numbers: I64) -> None:
@@ -89,36 +103,29 @@ class SlotSet:
         if not len(numbers):
             return
         require(
-            int(numbers.max()) < len(self._used) and self._used[numbers].all(),
+            widest(numbers) <= len(self._is) and bool((self._is[numbers] == USED).all()),
             "a slot was freed that was not used",
         )
-        self._used[numbers] = False
+        self._is[numbers] = FREE
         self.used_count -= len(numbers)
         self._push(numbers)
 
     def reindex(self) -> None:
         """Rebuild the free stack after replay, which takes numbers without holding them."""
-        self._held[:] = False
+        self._is[self._is == HELD] = FREE
         self.held_count = 0
-        used = np.flatnonzero(self._used)
-        self._fresh = int(used[-1]) + 1 if len(used) else 0
+        self._fresh = widest(self.used())
         self._depth = 0
-        self._push(np.flatnonzero(~self._used[: self._fresh])[::-1])
+        self._push(np.flatnonzero(self._is[: self._fresh] == FREE)[::-1])
 
     def _push(self, numbers: I64) -> None:
         if not len(numbers):
             return
         needed = self._depth + len(numbers)
-        if needed > len(self._stack):
-            grown = np.zeros(max(needed, 2 * len(self._stack)), np.uint32)
-            grown[: self._depth] = self._stack[: self._depth]
-            self._stack = grown
+        self._stack = stretched(self._stack, needed)
         self._stack[self._depth : needed] = numbers
         self._depth = needed
 
     def _ensure(self, size: int) -> None:
         require(size <= self.capacity, "a slot lies beyond the pool's capacity")
-        if size > len(self._used):
-            grown = min(self.capacity, max(size, 2 * len(self._used)))
-            self._used = np.concatenate([self._used, np.zeros(grown - len(self._used), np.bool_)])
-            self._held = np.concatenate([self._held, np.zeros(grown - len(self._held), np.bool_)])
+        self._is = stretched(self._is, size)

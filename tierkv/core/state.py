@@ -17,6 +17,7 @@ from tierkv.core.blocks import INDEXED, SEALED, Blocks
 from tierkv.core.ids import I64, NO_SLOT, U32, Bool, Tier, lease_of
 from tierkv.core.records import Kind, Records, pushed_rows, require_known
 from tierkv.core.slots import SlotSet
+from tierkv.core.space import Memory
 from tierkv.core.table import HashTable
 from tierkv.errors import InvariantViolation, require
 
@@ -124,9 +125,13 @@ class State:
     def __init__(self, budgets: dict[Tier, int], slot_bytes: SlotBytes) -> None:
         self.budgets = budgets
         self._slot_bytes = slot_bytes
-        self.blocks = Blocks()
+        smallest = PoolShape(1, 1)
+        copies_max = sum(budgets[tier] // slot_bytes(tier, smallest) for tier in Tier)
+        self.rows_room = min(copies_max, ROWS_MAX)
+        """Room for so many rows is set aside: what the budgets can hold, most often far more."""
+        self.blocks = Blocks(self.rows_room)
         self.index = HashTable()
-        self.row_set = SlotSet(ROWS_MAX)
+        self.row_set = SlotSet(ROWS_MAX, self.rows_room)
         self.pools: list[PoolShape] = []
         self.slots: dict[tuple[Tier, int], SlotSet] = {}
         self.namespaces: dict[int, NamespaceEntry] = {}
@@ -185,6 +190,10 @@ class State:
             if of is tier
         )
 
+    def copies(self, tier: Tier) -> int:
+        """How many blocks have a copy in the tier."""
+        return sum(slots.used_count for (of, _), slots in self.slots.items() if of is tier)
+
     def free_bytes(self, tier: Tier) -> int:
         """What is left of a tier's budget."""
         return self.budgets[tier] - self.used_bytes(tier)
@@ -231,6 +240,15 @@ class State:
         self.budgets = budgets
         for (tier, pool), slots in self.slots.items():
             slots.capacity = min(budgets[tier] // self.slot_bytes(tier, pool), NO_SLOT - 1)
+
+    def ahead(self) -> list[Memory]:
+        """The memory that the next blocks take: it should be there before they come. Mutates."""
+        sets = (self.row_set, *self.slots.values())
+        return [
+            *self.blocks.ahead(),
+            *self.index.ahead(),
+            *(one for numbers in sets for one in numbers.ahead()),
+        ]
 
     def reindex(self) -> None:
         """Get the free lists ready for live work, after recovery. Mutates."""

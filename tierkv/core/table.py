@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from tierkv.core.ids import I64, U32, U64
+from tierkv.core.ids import I64, U32, U64, Bool
+from tierkv.core.space import Memory, zeros
 
 EMPTY = 0
 TOMBSTONE = 0xFFFFFFFF
-LOAD_MAX = 0.4
-TOMBSTONES_MAX = 0.1
+LOAD_MAX = 0.5
 FIRST_PROBE = 64
+
+SWEEP = 4
+"""Places of the old array that are emptied per row put while the table grows. At least 2, or it
+would have to grow again before that."""
+
+SWEEP_MIN = 256
+
+PREPARE = 0.75
+"""How full, of what it may be, the array is when the next one is made ready."""
 
 
 class HashTable:
@@ -23,29 +32,45 @@ class HashTable:
 
     The owner passes the columns on every call because they move when they grow. Values are stored
     as row + 1.
+
+    A table that is too full gets an array of twice the size. Rows move there little by little, with
+    every ``put``; until all have, what is not found in the new array is looked for in the old one,
+    where tombstones take the places of rows that have left.
     """
 
     def __init__(self, places: int = 1024) -> None:
-        self._places: U32 = np.zeros(places, np.uint32)
-        self._mask = np.uint64(places - 1)
+        self._now = _Places(places)
+        self._old: _Places | None = None
+        self._next: _Places | None = None
         self._count = 0
-        self._tombstones = 0
 
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory the table takes."""
+        return self._now.values.nbytes + (self._old.values.nbytes if self._old else 0)
+
+    def ahead(self) -> list[Memory]:
+        """What it will write to next: the array to come, when the present one is nearly full.
+
+        Mutates: makes it.
+
+        A few requests would touch all of that one's pages.
+        """
+        places = len(self._now.values)
+        if self._next is None and self._count > PREPARE * LOAD_MAX * places:
+            self._next = _Places(2 * places)
+        return [self._next.values] if self._next is not None else []
+
     def get(self, hi: U64, lo: U64, column_hi: U64, column_lo: U64) -> I64:
         """Rows of the hashes (shape [n] each), -1 where absent. Mutates nothing."""
-        place = (lo & self._mask).astype(np.int64)
-        value = self._places[place]
-        pending = np.flatnonzero(self._differs(value, hi, lo, column_hi, column_lo))
-        mask = int(self._mask)
-        while pending.size:
-            place[pending] = (place[pending] + 1) & mask
-            value[pending] = found = self._places[place[pending]]
-            differs = self._differs(found, hi[pending], lo[pending], column_hi, column_lo)
-            pending = pending[differs]
-        return np.asarray(value, np.int64) - 1
+        rows = self._now.get(hi, lo, column_hi, column_lo)
+        if self._old is not None:
+            missing = np.flatnonzero(rows < 0)
+            rows[missing] = self._old.get(hi[missing], lo[missing], column_hi, column_lo)
+        return rows
 
     def get_prefix(self, hi: U64, lo: U64, column_hi: U64, column_lo: U64) -> I64:
         """Rows of the leading hashes that are present, shape [<= n]; stops early on a miss."""
@@ -63,63 +88,146 @@ class HashTable:
         """Add rows whose hashes are distinct and absent. Mutates the table."""
         if not len(rows):
             return
-        self._make_room(len(rows), column_hi, column_lo)
-        self._insert(rows, column_lo)
+        self._make_room(len(rows), column_lo)
+        self._now.put(rows, column_lo[rows])
         self._count += len(rows)
 
     def remove(self, rows: I64, column_hi: U64, column_lo: U64) -> None:
         """Remove rows that are present under their own hash. Mutates the table."""
         if not len(rows):
             return
-        mask = int(self._mask)
-        place = (column_lo[rows] & self._mask).astype(np.int64)
-        pending = np.arange(len(rows))
-        wanted = (rows + 1).astype(np.uint32)
-        while pending.size:
-            pending = pending[self._places[place[pending]] != wanted[pending]]
-            place[pending] = (place[pending] + 1) & mask
-        self._places[place] = TOMBSTONE
-        self._tombstones += len(rows)
+        found, moved = self._now.remove(rows, column_lo[rows])
+        self._now.put(moved, column_lo[moved])
+        if self._old is not None:
+            rest = rows[~found]
+            self._old.bury(rest, column_lo[rest])
         self._count -= len(rows)
-        if self._tombstones > TOMBSTONES_MAX * len(self._places):
-            self._rebuild(len(self._places), column_lo)
 
-    @staticmethod
-    def _differs(value: U32, hi: U64, lo: U64, column_hi: U64, column_lo: U64) -> I64:
-        """Which probes must go on: the place holds a tombstone or another key."""
-        row = value.astype(np.int64) - 1
-        occupied = value != EMPTY
-        known = occupied & (value != TOMBSTONE)
-        row[~known] = 0
-        same = known & (column_lo[row] == lo) & (column_hi[row] == hi)
-        return np.asarray(occupied & ~same)
-
-    def _make_room(self, extra: int, column_hi: U64, column_lo: U64) -> None:
-        places = len(self._places)
-        while (self._count + extra) > LOAD_MAX * places:
+    def _make_room(self, extra: int, column_lo: U64) -> None:
+        places = len(self._now.values)
+        while self._count + extra > LOAD_MAX * places:
             places *= 2
-        if places != len(self._places):
-            self._rebuild(places, column_lo)
+        if places != len(self._now.values):
+            if self._old is not None:
+                self._sweep(self._old, len(self._old.values), column_lo)
+            is_prepared = self._next is not None and len(self._next.values) == places
+            self._old = self._now
+            self._now = self._next if self._next and is_prepared else _Places(places)
+            self._next = None
+        if self._old is not None:
+            self._sweep(self._old, SWEEP * extra + SWEEP_MIN, column_lo)
 
-    def _rebuild(self, places: int, column_lo: U64) -> None:
-        live = self._places[(self._places != EMPTY) & (self._places != TOMBSTONE)]
-        self._places = np.zeros(places, np.uint32)
-        self._mask = np.uint64(places - 1)
-        self._tombstones = 0
-        self._insert(live.astype(np.int64) - 1, column_lo)
+    def _sweep(self, old: _Places, count: int, column_lo: U64) -> None:
+        """Move the rows in the next ``count`` places of the old array to the new one."""
+        rows = old.sweep(count)
+        self._now.put(rows, column_lo[rows])
+        if old.swept == len(old.values):
+            self._old = None
 
-    def _insert(self, rows: I64, column_lo: U64) -> None:
+
+class _Places:
+    """One array of places, its length a power of two. A row lies at the first free place from its
+    hash's low bits on."""
+
+    def __init__(self, count: int) -> None:
+        self.values: U32 = zeros(count, np.uint32)
+        self.swept = 0
+        """The places before this one were emptied for good. What began there and was not, lies from
+        here on."""
+        self._mask = np.uint64(count - 1)
+
+    def get(self, hi: U64, lo: U64, column_hi: U64, column_lo: U64) -> I64:
+        """See HashTable.get."""
+        place = np.maximum((lo & self._mask).astype(np.int64), self.swept)
+        value = self.values.take(place)
+        pending = np.arange(len(lo))
+        found, wanted = value, lo
+        while True:
+            # Half of the hash tells nearly all apart; the other half is compared at the end.
+            on = column_lo.take(found.astype(np.int64) - 1, mode="clip") != wanted
+            on &= found != EMPTY
+            pending = pending[on]
+            if not pending.size:
+                break
+            place[pending] = at = (place[pending] + 1) & int(self._mask)
+            value[pending] = found = self.values.take(at)
+            wanted = lo[pending]
+        rows = value.astype(np.int64) - 1
+        doubtful = (value == TOMBSTONE) | (column_hi.take(rows, mode="clip") != hi)
+        doubtful &= value != EMPTY
+        for one in np.flatnonzero(doubtful).tolist():
+            rows[one] = self._get_one(int(place[one]), hi[one], lo[one], column_hi, column_lo)
+        return rows
+
+    def _get_one(self, place: int, hi: np.uint64, lo: np.uint64, all_hi: U64, all_lo: U64) -> int:
+        """The row with this hash from ``place`` on, -1 if there is none."""
+        while (value := int(self.values[place])) != EMPTY:
+            if value != TOMBSTONE and all_hi[value - 1] == hi and all_lo[value - 1] == lo:
+                return value - 1
+            place = (place + 1) & int(self._mask)
+        return -1
+
+    def put(self, rows: I64, lo: U64) -> None:
+        """Add rows; ``lo`` [n] are the low halves of their hashes. Mutates."""
         mask = int(self._mask)
-        place = (column_lo[rows] & self._mask).astype(np.int64)
+        place = (lo & self._mask).astype(np.int64)
         value = (rows + 1).astype(np.uint32)
         pending = np.arange(len(rows))
         while pending.size:
             at = place[pending]
-            # Tombstones are not reused here: they go when the table is rebuilt.
-            free = self._places[at] == EMPTY
-            contenders = pending[free]
-            self._places[place[contenders]] = value[contenders]
+            free = self.values[at] == EMPTY
+            contenders, at = pending[free], at[free]
+            self.values[at] = value[contenders]
             # Several keys may want one place; the last writer won it.
-            won = self._places[place[contenders]] == value[contenders]
+            won = self.values[at] == value[contenders]
             pending = np.concatenate([pending[~free], contenders[~won]])
             place[pending] = (place[pending] + 1) & mask
+
+    def remove(self, rows: I64, lo: U64) -> tuple[Bool, I64]:
+        """Remove rows; returns which were there (shape [n]), and rows to put again. Mutates.
+
+        What lies behind a row up to an empty place may have its own place before it, so all of that
+        is taken out, too: a tombstone in its stead would stay for good.
+        """
+        there, at = self._find(rows, lo)
+        self.values[at] = EMPTY
+        moved = []
+        while at.size:
+            at = (at + 1) & int(self._mask)
+            value = self.values[at]
+            at, value = at[value != EMPTY], value[value != EMPTY]
+            self.values[at] = EMPTY
+            moved.append(value)
+        return there, np.concatenate([np.zeros(0, np.int64), *moved]).astype(np.int64) - 1
+
+    def sweep(self, count: int) -> I64:
+        """Empty the next ``count`` places; returns the rows that were there. Mutates."""
+        part = self.values[self.swept : self.swept + count]
+        rows = part[_is_row(part)].astype(np.int64) - 1
+        part[:] = EMPTY
+        self.swept += len(part)
+        return rows
+
+    def bury(self, rows: I64, lo: U64) -> None:
+        """Remove rows that are there; tombstones take their places. Mutates."""
+        _, at = self._find(rows, lo)
+        self.values[at] = TOMBSTONE
+
+    def _find(self, rows: I64, lo: U64) -> tuple[Bool, I64]:
+        """Which of the rows are there (shape [n]), and in which places those are."""
+        place = np.maximum((lo & self._mask).astype(np.int64), self.swept)
+        wanted = (rows + 1).astype(np.uint32)
+        there = np.zeros(len(rows), np.bool_)
+        pending = np.arange(len(rows))
+        while pending.size:
+            value = self.values[place[pending]]
+            same = value == wanted[pending]
+            there[pending[same]] = True
+            pending = pending[~same & (value != EMPTY)]
+            place[pending] = (place[pending] + 1) & int(self._mask)
+        return there, place[there]
+
+
+def _is_row(values: U32) -> Bool:
+    """Which places hold a row: those that are neither empty nor a tombstone."""
+    return np.asarray(values + np.uint32(1) > 1)

@@ -1,46 +1,39 @@
-"""The Prometheus side of observation: histograms, and a collector that reads when scraped.
+"""The Prometheus side of observation: a collector that reads when scraped.
 
-Only histograms are observed as things happen. All else is read at scrape time from ``Counters``
-and from the status document, so that the hot path only adds to plain ints.
+Histograms are observed as things happen. All else is read at scrape time from ``Counters`` and from
+the status document. So the hot path only adds to plain numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, GCCollector, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from tierkv.core.counters import Counters
+from tierkv.obs.histogram import Histogram, Histograms
 from tierkv.obs.status import StatusDocument
-from tierkv.obs.table import METRICS, Type
+from tierkv.obs.table import METRICS, Declared, Type
 
 Snapshot = Callable[[], StatusDocument]
-
-
-class Timings(dict[str | tuple[str, ...], Histogram]):
-    """A histogram's children by label value (or tuple of values), bound at first use."""
-
-    def __init__(self, histogram: Histogram) -> None:
-        super().__init__()
-        self._histogram = histogram
-
-    def __missing__(self, labels: str | tuple[str, ...]) -> Histogram:
-        values = labels if isinstance(labels, tuple) else (labels,)
-        self[labels] = child = self._histogram.labels(*values)
-        return child
 
 
 class Metrics:
     """All metrics of one daemon, in a registry of their own.
 
-    Count on ``counters``; observe seconds on the histograms, from any thread:
+    Count on ``counters``; observe seconds on the histograms, on the event loop:
     ``block_alloc_duration["ok"]`` (or "exhausted"), ``transfer_duration["device", "host"]``,
-    ``rpc_duration["acquire"]``, ``wal_fsync_duration``, ``checkpoint_duration``. ``snapshot`` is
-    called at each scrape.
+    ``rpc_duration["acquire"]``, ``wal_fsync_duration``, ``checkpoint_duration``, ``loop_turn``,
+    ``loop_delay``, ``gc_pause``. ``snapshot`` is called at each scrape.
 
     Switches off the creation timestamps of prometheus_client, which they only offer for the whole
     process: they double the number of series and say nothing that the process' start does not.
@@ -50,23 +43,20 @@ class Metrics:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # theirs
         self.counters = counters or Counters()
         self.registry = CollectorRegistry()
-        histograms = {
-            metric.name: Histogram(
-                metric.name,
-                metric.help,
-                metric.labels,
-                buckets=metric.buckets,
-                registry=self.registry,
-            )
+        self._histograms = {
+            metric.name: Histograms(metric.buckets)
             for metric in METRICS
             if metric.type is Type.HISTOGRAM
         }
-        self.block_alloc_duration = Timings(histograms["tierkv_block_alloc_duration_seconds"])
-        self.transfer_duration = Timings(histograms["tierkv_transfer_duration_seconds"])
-        self.rpc_duration = Timings(histograms["tierkv_rpc_duration_seconds"])
-        self.wal_fsync_duration = histograms["tierkv_wal_fsync_duration_seconds"]
-        self.checkpoint_duration = histograms["tierkv_checkpoint_duration_seconds"]
-        self.registry.register(_AtScrape(snapshot, self.counters))
+        self.block_alloc_duration = self._histograms["tierkv_block_alloc_duration_seconds"]
+        self.transfer_duration = self._histograms["tierkv_transfer_duration_seconds"]
+        self.rpc_duration = self._histograms["tierkv_rpc_duration_seconds"]
+        self.wal_fsync_duration = self._only("tierkv_wal_fsync_duration_seconds")
+        self.checkpoint_duration = self._only("tierkv_checkpoint_duration_seconds")
+        self.loop_turn = self._only("tierkv_loop_turn_seconds")
+        self.loop_delay = self._only("tierkv_loop_delay_seconds")
+        self.gc_pause = self._only("tierkv_gc_pause_seconds")
+        self.registry.register(_AtScrape(snapshot, self.counters, self._histograms))
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
 
@@ -75,21 +65,37 @@ class Metrics:
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
+    def _only(self, name: str) -> Histogram:
+        """The histogram of a metric without labels."""
+        return self._histograms[name][()]
+
 
 class _AtScrape(Collector):
-    """Reads all metrics but the histograms."""
+    """Reads all metrics."""
 
-    def __init__(self, snapshot: Snapshot, counters: Counters) -> None:
+    def __init__(
+        self, snapshot: Snapshot, counters: Counters, histograms: Mapping[str, Histograms]
+    ) -> None:
         self._snapshot = snapshot
         self._counters = counters
+        self._histograms = histograms
 
     def collect(self) -> Iterator[Metric]:
         status = self._snapshot()
         for metric in METRICS:
-            if metric.read is None:
-                continue
-            family_type = CounterMetricFamily if metric.type is Type.COUNTER else GaugeMetricFamily
-            family = family_type(metric.name, metric.help, labels=metric.labels)
-            for labels, value in metric.read(self._counters, status):
-                family.add_metric(labels, value)
-            yield family
+            if metric.type is Type.HISTOGRAM:
+                yield self._histogram(metric)
+            elif metric.read is not None:
+                counter = metric.type is Type.COUNTER
+                family_type = CounterMetricFamily if counter else GaugeMetricFamily
+                family = family_type(metric.name, metric.help, labels=metric.labels)
+                for labels, value in metric.read(self._counters, status):
+                    family.add_metric(labels, value)
+                yield family
+
+    def _histogram(self, metric: Declared) -> Metric:
+        family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+        for labels, one in self._histograms[metric.name].items():
+            values = labels if isinstance(labels, tuple) else (labels,)
+            family.add_metric(values, one.cumulative(), one.total)
+        return family

@@ -99,6 +99,23 @@ class CheckpointStatus(msgspec.Struct, kw_only=True):
     age_s: float = -1.0
 
 
+class LoopStatus(msgspec.Struct, kw_only=True):
+    """How long turns of the event loop took since the start, and the garbage collector's runs.
+
+    Quantiles are upper bounds, as exact as the buckets of ``tierkv_loop_turn_seconds``.
+    """
+
+    turns: int = 0
+    turn_p50_s: float = 0.0
+    turn_p99_s: float = 0.0
+    turn_p999_s: float = 0.0
+    turn_max_s: float = 0.0
+    delay_p999_s: float = 0.0
+    delay_max_s: float = 0.0
+    gc_runs: int = 0
+    gc_max_s: float = 0.0
+
+
 def _no_tiers() -> dict[str, TierStatus]:
     return {tier: TierStatus() for tier in TIERS}
 
@@ -133,6 +150,7 @@ class StatusDocument(msgspec.Struct, kw_only=True):
     wal: WalStatus = msgspec.field(default_factory=WalStatus)
     recovery: RecoveryStatus = msgspec.field(default_factory=RecoveryStatus)
     checkpoint: CheckpointStatus = msgspec.field(default_factory=CheckpointStatus)
+    loop: LoopStatus = msgspec.field(default_factory=LoopStatus)
 
 
 def to_plain(document: StatusDocument) -> dict[str, Any]:

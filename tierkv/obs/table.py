@@ -91,6 +91,7 @@ def _decades(first: int, last: int) -> tuple[float, ...]:
 ALLOC_BUCKETS_S = (5e-6, *_decades(-5, 0), 2.0, 5.0)
 """5 us (one block, nothing to evict) to 5 s (a long spill on a slow drive)."""
 
+LOOP_BUCKETS_S = _decades(-5, 0)
 RPC_BUCKETS_S = _decades(-5, 1)
 COPY_BUCKETS_S = _decades(-5, 1)
 
@@ -366,6 +367,27 @@ _SERVICE = (
         "How late the event loop last woke up.",
         "Above some milliseconds something blocks the loop, and every request waits for it.",
         read=_value(lambda counters, status: counters.event_loop_lag_s),
+    ),
+    Declared(
+        "tierkv_loop_turn_seconds",
+        Type.HISTOGRAM,
+        "How long a turn of the event loop took: a hundred turns a second are measured.",
+        "Above a millisecond something takes too much at once, and every request waits for it.",
+        buckets=LOOP_BUCKETS_S,
+    ),
+    Declared(
+        "tierkv_loop_delay_seconds",
+        Type.HISTOGRAM,
+        "How late a timer of the event loop fired: a hundred times a second. Timers may be 1 ms.",
+        "What a request may wait before the loop looks at it, in turns that take long or alone.",
+        buckets=LOOP_BUCKETS_S,
+    ),
+    Declared(
+        "tierkv_gc_pause_seconds",
+        Type.HISTOGRAM,
+        "How long a run of Python's garbage collector took.",
+        "Nothing else runs meanwhile. Blocks are no objects: it does not grow with their number.",
+        buckets=LOOP_BUCKETS_S,
     ),
     Declared(
         "tierkv_state",

@@ -98,7 +98,7 @@ def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Ho
     placement = Placement(
         state,
         ArenaTables(arenas, journal.write_freed),
-        {tier: Lru() for tier in Tier},
+        {tier: Lru(state.rows_room) for tier in Tier},
         journal.commit,
         counters,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import gc
 import logging
 import os
 import signal
@@ -21,10 +20,11 @@ from tierkv_wal import WalError, WalWriter
 from tierkv.config.schema import Config
 from tierkv.core.counters import Counters
 from tierkv.core.effects import Move
+from tierkv.core.placement import Placement
 from tierkv.errors import ConfigError, NotReady, TierFailed, TierFull, TierkvError
 from tierkv.obs.exporter import Exporter
 from tierkv.obs.metrics import Metrics
-from tierkv.obs.status import StatusDocument, to_plain
+from tierkv.obs.status import LoopStatus, StatusDocument, to_plain
 from tierkv.rpc.connection import ConnectionLimits
 from tierkv.rpc.listener import Listener, bind_socket
 from tierkv.service.assembly import assemble
@@ -37,6 +37,13 @@ from tierkv.service.lifecycle import DaemonState, Lifecycle
 from tierkv.service.machine import Machine, RealMachine
 from tierkv.service.recovered import Recovered
 from tierkv.service.recovery import recover
+from tierkv.service.runtime import (
+    keep_objects,
+    set_interpreter,
+    take_memory,
+    watch_loop,
+    watched_collector,
+)
 from tierkv.service.sessions import Sessions
 from tierkv.service.status import StatusReader
 from tierkv.service.store import StateDirectory
@@ -53,9 +60,6 @@ EXIT_NOT_READY = 75
 EXIT_CONFIG = 78
 
 TICK_S = 0.1
-SWITCH_INTERVAL_S = 0.0005
-"""How long a thread may keep the interpreter: bounds how late the loop wakes up."""
-
 DRAIN_S = 30.0
 
 PROGRESS_S = 2.0
@@ -65,7 +69,7 @@ PROGRESS_S = 2.0
 def run(config: Config) -> int:
     """Run the daemon until it is told to stop; returns the exit code."""
     faulthandler.enable()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    set_interpreter()
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_Daemon(config).run())
@@ -108,6 +112,7 @@ class _Daemon:
     async def run(self) -> int:
         self._handle_signals()
         with contextlib.ExitStack() as leaving:
+            leaving.enter_context(watched_collector(self._metrics.gc_pause))
             directory = StateDirectory.open(Path(self._config.server.state_dir))
             leaving.callback(directory.close)
             inherited = inherited_descriptors(os.environ)
@@ -187,14 +192,14 @@ class _Daemon:
             ),
         )
         parts.begin(recovered.state.epoch, write_through=config.disk.write == "through")
-        gc.collect()
-        gc.freeze()
+        keep_objects()
         self._lifecycle.enter(DaemonState.SERVING)
         self._announce(recovered, metrics_port)
         await self._until_stopped(
             listener.serve(),
             parts.engine.write_behind(),
-            self._tick(recovered.writer, ballast, parts.checkpointer),
+            self._tick(recovered.writer, ballast, parts.checkpointer, parts.planner.placement),
+            watch_loop(self._metrics.loop_turn, self._metrics.loop_delay),
         )
         self._lifecycle.enter(DaemonState.DRAINING)
         log.info("stopping: what is only in RAM goes to disk")
@@ -220,7 +225,13 @@ class _Daemon:
             if error is not None:
                 raise error
 
-    async def _tick(self, writer: WalWriter, ballast: Ballast, checkpointer: Checkpointer) -> None:
+    async def _tick(
+        self,
+        writer: WalWriter,
+        ballast: Ballast,
+        checkpointer: Checkpointer,
+        placement: Placement,
+    ) -> None:
         """Checkpoints when they are due, keeps room for what comes, measures the loop's lag."""
         loop = asyncio.get_running_loop()
         wal = self._config.wal
@@ -238,6 +249,7 @@ class _Daemon:
                     await loop.run_in_executor(None, _keep_room, writer, ballast)
                     await self._note_status()
             await loop.run_in_executor(None, _prepare_spare, writer)
+            await loop.run_in_executor(None, take_memory, placement.ahead())
 
     async def _note_status(self) -> None:
         try:
@@ -294,7 +306,24 @@ class _Daemon:
 
             return StatusDocument(version=__version__, state=self._lifecycle.state.value)
         self._read_counters(self._reader)
-        return self._reader.document()
+        document = self._reader.document()
+        document.loop = self._loop_status()
+        return document
+
+    def _loop_status(self) -> LoopStatus:
+        turns, delays = self._metrics.loop_turn, self._metrics.loop_delay
+        pauses = self._metrics.gc_pause
+        return LoopStatus(
+            turns=turns.count,
+            turn_p50_s=turns.quantile(0.5),
+            turn_p99_s=turns.quantile(0.99),
+            turn_p999_s=turns.quantile(0.999),
+            turn_max_s=turns.largest,
+            delay_p999_s=delays.quantile(0.999),
+            delay_max_s=delays.largest,
+            gc_runs=pauses.count,
+            gc_max_s=pauses.largest,
+        )
 
     def _read_counters(self, reader: StatusReader) -> None:
         """What the log, the checkpoints and the disk tier count themselves."""

@@ -89,12 +89,11 @@ class StatusReader:
         state = self.parts.planner.state
         capacity = state.budgets[tier]
         used = state.used_bytes(tier)
-        blocks = sum(slots.used_count for (of, _), slots in state.slots.items() if of is tier)
         paused = tier is Tier.DISK and self.parts.planner.placement.disk_paused
         return TierStatus(
             capacity_bytes=capacity,
             used_bytes=used,
-            blocks=blocks,
+            blocks=state.copies(tier),
             free_ratio=(capacity - used) / capacity if capacity else 0.0,
             evictable_blocks=self.parts.planner.placement.evictable(tier),
             state="failed" if paused else "ok" if capacity else "off",

@@ -1,0 +1,101 @@
+"""How the daemon's process is set, and how well its event loop keeps up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from tierkv.core.space import Memory
+from tierkv.core.spec import PAGE
+from tierkv.obs.histogram import Histogram
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may keep the interpreter: bounds how late the loop wakes up."""
+
+GC_THRESHOLDS = (50_000, 50, 1000)
+"""Objects that survive, and runs over younger ones, until the collector looks: seldom, for what a
+request leaves behind is no garbage that it would have to find."""
+
+PIECE_BYTES = 2 << 20
+"""Pages that are taken at a time: nobody else can map memory meanwhile."""
+
+# From asm-generic/mman-common.h.
+_MADV_POPULATE_WRITE = 23
+
+LOOK_S = 0.01
+"""How often a turn of the event loop is measured."""
+
+
+def set_interpreter() -> None:
+    """Set what the whole process shares: how threads take turns, when garbage is collected."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.set_threshold(*GC_THRESHOLDS)
+
+
+def keep_objects() -> None:
+    """All objects there are now are here to stay: the collector looks at them no more."""
+    gc.collect()
+    gc.freeze()
+
+
+@contextlib.contextmanager
+def watched_collector(pauses: Histogram) -> Iterator[None]:
+    """Meanwhile the garbage collector's runs are measured, seconds.
+
+    Whatever thread one falls upon: no other can begin before it has ended.
+    """
+    started = 0.0
+
+    def ran(phase: str, _info: dict[str, Any]) -> None:
+        nonlocal started
+        if phase == "start":
+            started = time.perf_counter()
+        else:
+            pauses.observe(time.perf_counter() - started)
+
+    gc.callbacks.append(ran)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(ran)
+
+
+def take_memory(parts: Iterable[Memory]) -> None:
+    """Have the kernel give the parts their pages; no byte changes. On a thread: it takes its time.
+
+    A page that is touched first takes microseconds, a huge one up to milliseconds.
+    """
+    for part in parts:
+        start = -(-part.ctypes.data // PAGE) * PAGE
+        stop = (part.ctypes.data + part.nbytes) // PAGE * PAGE
+        for at in range(start, stop, PIECE_BYTES):
+            # An older kernel refuses, and a request has to take the pages.
+            size = min(PIECE_BYTES, stop - at)
+            _libc().madvise(ctypes.c_void_p(at), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+async def watch_loop(
+    turns: Histogram, delays: Histogram, clock: Callable[[], float] = time.perf_counter
+) -> None:
+    """Measure, for ever, how long turns of the running loop take and how late it wakes up."""
+    while True:
+        due = clock() + LOOK_S
+        await asyncio.sleep(LOOK_S)
+        delays.observe(max(0.0, clock() - due))
+        # From the first step of one turn to that of the next: all that lies between is one turn.
+        await asyncio.sleep(0)
+        began = clock()
+        await asyncio.sleep(0)
+        turns.observe(clock() - began)
