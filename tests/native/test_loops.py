@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tierkv.core.prefix import chain_hashes
 from tierkv.errors import InvariantViolation
-from tierkv.native.loops import Loops
+from tierkv.native.loops import EntryColumns, Loops
+from tierkv.tiers.entry import entry_dtype, make_entries
 
 SEED = bytes(range(16))
 LENGTHS = 1100
@@ -191,3 +192,49 @@ def test_a_checksum_is_that_of_the_bytes_that_came_to_lie_there(loops: Loops) ->
     finally:
         stop.set()
         scribbler.join()
+
+
+@pytest.mark.parametrize("block_tokens", [1, 2, 15, 16, 1023])
+@pytest.mark.parametrize("sealed", [False, True])
+def test_entries_are_written_as_they_are_made(
+    loops: Loops, block_tokens: int, sealed: bool
+) -> None:
+    count = 5
+    words = [RNG.integers(0, 2**63, count).astype(np.uint64) for _ in range(7)]
+    tokens = RNG.integers(0, 2**32, (count, block_tokens)).astype(np.uint32)
+    digest = bytes(range(16)) if sealed else bytes(16)
+    if not sealed:
+        words[1:], tokens[:] = [np.zeros(count, np.uint64)] * 6, 0
+    made = make_entries(
+        ids=words[0],
+        parents=words[1],
+        hash_hi=words[2],
+        hash_lo=words[3],
+        sum_hi=words[4],
+        sum_lo=words[5],
+        extra=words[6],
+        tokens=tokens,
+        length=4096,
+        digest=digest,
+    )
+    table = np.frombuffer(bytearray(b"x" * 9 * made.dtype.itemsize), np.uint8).reshape(9, -1)
+    slots = np.array([7, 0, 3, 8, 4])
+    columns = EntryColumns(
+        tuple(words) if sealed else (words[0], *[None] * 6),
+        *(4096, block_tokens, digest, tokens if sealed else None),
+    )
+    loops.write_entries(table, slots, columns)
+    found = table.view(entry_dtype(block_tokens)).reshape(-1)
+    assert found[slots].tobytes() == made.tobytes()
+    assert table[[1, 2, 5, 6]].tobytes() == b"x" * 4 * made.dtype.itemsize
+
+
+def test_no_entry_is_written_where_there_is_no_slot(loops: Loops) -> None:
+    size = entry_dtype(2).itemsize
+    table = np.zeros((3, size), np.uint8)
+    ids = np.arange(1, 3, dtype=np.uint64)
+    columns = EntryColumns((ids, *[None] * 6), 4096, 2, bytes(16), None)
+    for slot in (3, 2**32):
+        with pytest.raises(InvariantViolation):
+            loops.write_entries(table, np.array([0, slot]), columns)
+    assert not table.any()

@@ -73,13 +73,6 @@ def numbered(
     return ordered[first], which
 
 
-def put(values: npt.NDArray[np.void], at: npt.NDArray[np.int64], new: npt.NDArray[np.void]) -> None:
-    """Set some of a structured array's values, which are whole 8-byte words. Mutates."""
-    words = values.dtype.itemsize // 8
-    target, source = (each.view("<u8").reshape(len(each), words) for each in (values, new))
-    target[at] = source
-
-
 def take(values: npt.NDArray[np.void], at: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
     """Some of a structured array's values, which are whole 8-byte words; a copy.
 

@@ -16,6 +16,7 @@ VARIABLE = "TIERKV_NATIVE"
 
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_size_t
+_U32 = ctypes.c_uint32
 _MATRIX: list[Any] = [_POINTER, _SIZE, _SIZE]
 """Its address, the bytes from one row to the next, and how many rows it has."""
 
@@ -69,6 +70,10 @@ class Library:
                 [*_MATRIX, _POINTER, *_MATRIX, _POINTER, _SIZE, _SIZE, _POINTER],
             ),
             (self.quick.tierkv_checks, None, [*_MATRIX, _SIZE, _POINTER]),
+            (
+                *(self.quick.tierkv_entries, ctypes.c_int),
+                [*_MATRIX, _POINTER, _SIZE, _POINTER, _U32, _U32, ctypes.c_char_p, _POINTER],
+            ),
         ]
         for function, result, arguments in functions:
             function.restype, function.argtypes = result, arguments

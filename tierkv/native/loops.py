@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ from tierkv.native.library import Library, NoLibrary, load
 DIGEST_BYTES = 16
 CHECKED_MIN = 17
 EXTRA_BYTES = 8
+CHECK_BYTES = 8
 U32_BYTES = 4
 IN_POOL = "slots are in the pool"
 ONE_EACH = "one source for each target"
@@ -70,6 +72,27 @@ class Loops(Protocol):
     def checks(self, rows: U8) -> U64:
         """xxh3_64 of rows of more than 16 bytes, u64 [n]."""
         ...
+
+    def write_entries(self, table: U8, slots: Slots, entries: EntryColumns) -> None:
+        """Write entries, whole with their checks, into rows of a slot table.
+
+        ``table``: u8 [rows, entry bytes], contiguous. ``tiers.entry`` describes the format.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EntryColumns:
+    """Entries to be written: ``words`` has their first seven fields, u64 [n] each, or None for 0.
+
+    ``tokens``: u32 [n, block_tokens], or None for zeroes. ``digest``: 16 bytes.
+    """
+
+    words: tuple[U64 | None, ...]
+    length: int
+    block_tokens: int
+    digest: bytes
+    tokens: U32 | None
 
 
 class PythonLoops:
@@ -122,6 +145,22 @@ class PythonLoops:
         require(rows.shape[1] >= CHECKED_MIN, "rows have more than 16 bytes")
         digest = xxhash.xxh3_64_intdigest
         return np.fromiter((digest(row.data) for row in rows), np.uint64, len(rows))
+
+    def write_entries(self, table: U8, slots: Slots, entries: EntryColumns) -> None:
+        """See Loops."""
+        _check_slots(table, slots)
+        rows = np.zeros((len(slots), table.shape[1]), np.uint8)
+        words, sizes = rows.view("<u8"), rows.view("<u4")
+        for word, column in enumerate(entries.words):
+            if column is not None:
+                words[:, word] = column
+        at = 2 * len(entries.words)
+        sizes[:, at], sizes[:, at + 1] = entries.length, entries.block_tokens
+        rows[:, 4 * at + 8 : 4 * at + 24] = np.frombuffer(entries.digest, np.uint8)
+        if entries.tokens is not None:
+            sizes[:, at + 6 : at + 6 + entries.block_tokens] = entries.tokens
+        words[:, -1] = self.checks(rows[:, :-CHECK_BYTES])
+        table.view("<u8")[slots] = words
 
 
 class NativeLoops:
@@ -185,6 +224,28 @@ class NativeLoops:
         found = np.empty(len(rows), np.uint64)
         self._library.quick.tierkv_checks(*_matrix(rows), rows.shape[1], _address(found))
         return found
+
+    def write_entries(self, table: U8, slots: Slots, entries: EntryColumns) -> None:
+        """See Loops."""
+        numbers = _numbers(slots)
+        columns = [
+            None if word is None else np.ascontiguousarray(word, np.uint64)
+            for word in entries.words
+        ]
+        tokens = entries.tokens
+        if tokens is not None:
+            tokens = np.ascontiguousarray(tokens, np.uint32)
+            require(tokens.shape == (len(slots), entries.block_tokens), "tokens for each entry")
+        given = [column for column in columns if column is not None]
+        require(all(len(column) == len(slots) for column in given), "a value for each entry")
+        addresses = [0 if column is None else _address(column) for column in columns]
+        failed = self._library.quick.tierkv_entries(
+            *(*_matrix(table), _address(numbers), len(slots)),
+            (ctypes.c_void_p * len(addresses))(*addresses),
+            *(entries.length, entries.block_tokens, entries.digest),
+            None if tokens is None else _address(tokens),
+        )
+        require(not failed, IN_POOL)
 
     def _copy(
         self,

@@ -30,9 +30,9 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from tierkv.core.ids import I64, U8, U64, Bool
+from tierkv.core.ids import I64, U8, U32, U64, Bool
 from tierkv.errors import InvalidArgument
-from tierkv.native.loops import Slots, loops
+from tierkv.native.loops import EntryColumns, Slots, loops
 
 DIGEST_BYTES = 16
 CHECK_BYTES = 8
@@ -108,6 +108,28 @@ def make_entries(
     entries["tokens"] = tokens
     set_checks(entries)
     return entries
+
+
+def write_entries(
+    table: Entries,
+    slots: Slots,
+    *,
+    ids: U64,
+    length: int,
+    digest: bytes,
+    parents: U64 | None = None,
+    hash_hi: U64 | None = None,
+    hash_lo: U64 | None = None,
+    sum_hi: U64 | None = None,
+    sum_lo: U64 | None = None,
+    extra: U64 | None = None,
+    tokens: U32 | None = None,
+) -> None:
+    """Put entries as ``make_entries`` makes them into slots of a table. Mutates ``table``."""
+    words = (ids, parents, hash_hi, hash_lo, sum_hi, sum_lo, extra)
+    rows = table.view(np.uint8).reshape(len(table), table.dtype.itemsize)
+    block_tokens = table.dtype["tokens"].shape[0]
+    loops().write_entries(rows, slots, EntryColumns(words, length, block_tokens, digest, tokens))
 
 
 def set_checks(entries: Entries) -> None:

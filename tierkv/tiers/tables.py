@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from tierkv.core.arrays import put
 from tierkv.core.ids import I64, U32, U64, Tier
 from tierkv.core.slot_tables import BlockEntries
 from tierkv.tiers.arena import Arena
-from tierkv.tiers.entry import OPEN, make_entries
+from tierkv.tiers.entry import OPEN, write_entries
 
 
 class ArenaTables:
@@ -42,7 +41,9 @@ class ArenaTables:
         """See SlotTables."""
         self._before_change()
         arena = self._arenas[tier]
-        sealed = make_entries(
+        write_entries(
+            arena.table(pool),
+            slots,
             ids=entries.ids,
             parents=entries.parents,
             hash_hi=entries.hash_hi,
@@ -54,22 +55,13 @@ class ArenaTables:
             sum_hi=entries.sum_hi,
             sum_lo=entries.sum_lo,
         )
-        put(arena.table(pool), slots, sealed)
 
     def open(self, tier: Tier, pool: int, slots: I64, ids: U64) -> None:
         """See SlotTables."""
         self._before_change()
         arena = self._arenas[tier]
-        opened = make_entries(
-            ids=ids,
-            parents=0,
-            hash_hi=0,
-            hash_lo=0,
-            tokens=np.zeros((len(ids), arena.block_tokens(pool)), np.uint32),
-            length=arena.block_bytes(pool),
-            digest=OPEN,
-        )
-        put(arena.table(pool), slots, opened)
+        length = arena.block_bytes(pool)
+        write_entries(arena.table(pool), slots, ids=ids, length=length, digest=OPEN)
 
     def punch(self, tier: Tier, pool: int, slots: I64) -> None:
         """See SlotTables."""
