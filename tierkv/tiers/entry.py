@@ -126,6 +126,8 @@ def write_entries(
     tokens: U32 | None = None,
 ) -> None:
     """Put entries as ``make_entries`` makes them into slots of a table. Mutates ``table``."""
+    if not len(slots):
+        return
     words = (ids, parents, hash_hi, hash_lo, sum_hi, sum_lo, extra)
     rows = table.view(np.uint8).reshape(len(table), table.dtype.itemsize)
     block_tokens = table.dtype["tokens"].shape[0]
