@@ -90,10 +90,11 @@ STEPS = WAL_SYNC + DISK_SYNC + COMMIT + FORGET
 UNCHECKED = (
     Edit(
         DISK,
-        '            ok &= (entries["id"] == expected_ids[run]) & has_sum(entries)\n',
-        "            ok &= has_sum(entries)\n"
-        "            entries['id'] = expected_ids[run]\n"
-        "            set_checks(entries)\n",
+        '    ok &= (entries["id"] == ids) & has_sum(entries)\n',
+        "    ok &= has_sum(entries)\n"
+        "    from tierkv.tiers.entry import set_checks\n"
+        "    entries['id'] = ids\n"
+        "    set_checks(entries)\n",
     ),
     Edit(
         "tierkv.core.placement",
@@ -243,10 +244,7 @@ MUTANTS = (
     _one(
         "block copied down after its PLACE is logged",
         MOVER,
-        "        result = disk.write(\n"
-        "            move.pool, target[chosen], arena, source[chosen], "
-        "sync_follows=self._durable_writes\n"
-        "        )\n",
+        "        result = disk.write(move.pool, target[chosen], arena, source[chosen])\n",
         "        from tierkv.tiers.entry import blank_entries\n"
         "        from tierkv.tiers.disk import WriteResult\n"
         "        late = arena.table(move.pool)[source[chosen]]\n"
@@ -377,15 +375,15 @@ MUTANTS = (
     _one(
         "payload from disk is not checked",
         DISK,
-        "            ok[likely] = sums_agree(entries, likely, sums)\n",
+        "    ok[likely] = sums_agree(entries, likely, sums)\n",
         "",
         Simulated("kill"),
     ),
     _one(
         "header from disk may be another block's",
         DISK,
-        '            ok &= (entries["id"] == expected_ids[run]) & has_sum(entries)\n',
-        "            ok &= has_sum(entries)\n",
+        '    ok &= (entries["id"] == ids) & has_sum(entries)\n',
+        "    ok &= has_sum(entries)\n",
         Tests(("tests/tiers/test_disk.py",)),
     ),
     _one(

@@ -23,7 +23,9 @@ from tierkv.core.blocks import VALUE
 from tierkv.errors import CorruptionError
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.arena_files import ArenaFiles
+from tierkv.tiers.disk_io import DiskIO, serial_io
 from tierkv.tiers.index import IndexChanges, IndexContents
+from tierkv.tiers.storage import BlockStorage
 
 SHM = Path("/dev/shm")
 STATE_DIR = Path("/state")
@@ -132,6 +134,11 @@ class SimulatedMachine:
 
     def open_index(self, path: Path, map_bytes: int) -> SimulatedIndex:
         return SimulatedIndex(self.storage, str(path))
+
+    def open_disk_io(
+        self, storage: BlockStorage, directory: str, read_by: str, direct: str
+    ) -> DiskIO:
+        return serial_io(storage, directory)
 
     def open_arena(self, directory: Path, name: str, budget_bytes: int, store: bytes) -> Arena:
         arena = Arena.open(ArenaFiles(self.folder), name, budget_bytes, store, "boot")

@@ -1,4 +1,4 @@
-"""Arenas with blocks in them, and small file systems to fill up."""
+"""Arenas with blocks in them, every way to read and write, and small file systems to fill up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ import pytest
 from tests.tiers.sums import checksum
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.arena_files import ArenaFiles
+from tierkv.tiers.disk_io import DiskIO, open_disk_io, serial_io
 from tierkv.tiers.entry import make_entries
+from tierkv.tiers.storage import BlockStorage
+from tierkv.tiers.uring import Ring
 
 STORE = bytes(range(16))
 BOOT = "11111111-2222-3333-4444-555555555555"
@@ -23,6 +26,39 @@ BOOT = "11111111-2222-3333-4444-555555555555"
 OpenArena = Callable[..., Arena]
 PutBlocks = Callable[..., np.ndarray]
 MountTmpfs = Callable[[int], Path]
+OpenIO = Callable[[BlockStorage, str], DiskIO]
+
+NEEDS_RING = pytest.mark.may_skip_in_ci
+
+
+def require_ring() -> None:
+    """Skip the test where the kernel gives no ring."""
+    try:
+        Ring().close()
+    except OSError as error:
+        pytest.skip(f"no io_uring here: {error}")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "serial-off",
+        "threads-off",
+        "threads-on",
+        pytest.param("uring-off", marks=NEEDS_RING),
+        pytest.param("uring-on", marks=NEEDS_RING),
+    ],
+)
+def open_io(request: pytest.FixtureRequest) -> OpenIO:
+    """Each way to read, past the page cache ("on") and through it."""
+    read_by, direct = request.param.split("-")
+    if read_by == "serial":
+        return serial_io
+    if read_by == "uring":
+        require_ring()
+    return lambda storage, directory: open_disk_io(
+        storage, directory, read_by=read_by, direct=direct
+    )
 
 
 @pytest.fixture

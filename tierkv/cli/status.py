@@ -177,12 +177,14 @@ def _facts(document: StatusDocument) -> list[tuple[str, str]]:
         f"99.9% of turns within {about_duration(document.loop.turn_p999_s)}, "
         f"the longest {about_duration(document.loop.turn_max_s)}"
     )
+    disk = document.tiers.get("disk")
     return [
         ("prefix hits", f"{format_ratio(prefix.hit_ratio)} of the latest tokens"),
         ("since start", f"{prefix.hit_tokens:,} of {prefix.lookup_tokens:,} tokens"),
         ("blocks", f"{document.blocks:,}"),
         ("workers", workers),
         ("evictions", evictions or "none"),
+        ("disk reads", (disk.io if disk is not None else "") or "no disk tier"),
         ("log", log),
         ("checkpoint", checkpoint if age_s >= 0 else "none yet"),
         ("event loop", loop),

@@ -193,6 +193,20 @@ class Disk(_Section, frozen=True):
         Literal["through", "demote"],
         _text("When blocks go to disk: as soon as they are sealed, or only when evicted from RAM."),
     ] = "through"
+    io: Annotated[
+        Literal["auto", "uring", "threads"],
+        _text(
+            "Who reads from disk: the kernel's io_uring, or a few threads; auto = io_uring where "
+            "it is allowed."
+        ),
+    ] = "auto"
+    direct: Annotated[
+        Literal["auto", "on", "off"],
+        _text(
+            "Whether reads and writes go past the page cache (O_DIRECT); auto = where the file "
+            "system can."
+        ),
+    ] = "auto"
     queue_blocks: Annotated[
         int, _count("Blocks that may wait for the disk; beyond it optional copies are dropped.")
     ] = 4096

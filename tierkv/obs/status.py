@@ -22,7 +22,8 @@ class TierStatus(msgspec.Struct, kw_only=True):
     """One tier. ``free_ratio``: share of the capacity that holds no block (0 to 1).
 
     ``evictable_blocks`` have a copy here that no sequence maps. ``state``: "ok", "off" (no
-    capacity) or "failed".
+    capacity) or "failed". ``io``: how the disk tier reads and writes ("io_uring, direct"); empty
+    for the others.
     """
 
     capacity_bytes: int = 0
@@ -31,6 +32,7 @@ class TierStatus(msgspec.Struct, kw_only=True):
     free_ratio: float = 1.0
     evictable_blocks: int = 0
     state: str = "ok"
+    io: str = ""
 
 
 class NamespaceStatus(msgspec.Struct, kw_only=True):

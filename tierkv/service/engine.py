@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tierkv.core.effects import Effect, Flow, Move, Signal, Wait
+from tierkv.core.effects import Check, Effect, Flow, Move, ReadHeaders, Signal, Wait
 from tierkv.core.ids import I64, RAM_TIERS, U64, Tier
 from tierkv.core.placement import MOVE_BLOCKS
 from tierkv.core.planner import Planner
@@ -34,6 +34,12 @@ INLINE_BYTES = 256 << 10
 
 JOBS_IN_FLIGHT = 4
 """Jobs given to one lane at a time; flows beyond that wait their turn."""
+
+BEHIND_BYTES = 16 << 20
+"""Sealed blocks that are written behind together: with durability "power" they share a sync."""
+
+BEHIND_AT_ONCE = 2
+"""Such batches under way: one is checked while the device works on the other."""
 
 RETRY_FIRST_S = 1.0
 RETRY_MAX_S = 60.0
@@ -120,7 +126,8 @@ class Engine:
             # One hashes and writes while the other waits for the device.
             "write": Lane("tierkv-write", 2),
         }
-        self._behind: deque[tuple[I64, U64]] = deque()
+        self._behind: deque[tuple[I64, U64, int]] = deque()
+        """Rows, ids and payload bytes of batches of blocks."""
         self._behind_blocks = 0
         self._behind_more = asyncio.Event()
         self._behind_rest = asyncio.Event()
@@ -220,8 +227,10 @@ class Engine:
         return result
 
     async def _carry_out(self, effect: BytesEffect) -> Any:
-        if not isinstance(effect, Move):
+        if isinstance(effect, ReadHeaders):
             return await self._lanes["read"].run(lambda: self._mover.perform(effect))
+        if isinstance(effect, Check):
+            return await self._lanes["copy"].run(lambda: self._mover.perform(effect))
         in_ram = effect.source in RAM_TIERS and effect.target in RAM_TIERS
         shape = self.planner.state.pools[effect.pool]
         if in_ram and len(effect.ids) * shape.block_bytes <= INLINE_BYTES:
@@ -275,12 +284,19 @@ class Engine:
         self._behind_blocks = 0
         rows = state.live_rows()
         rows = rows[blocks.is_sealed(rows) & ~blocks.has_copy(rows, Tier.DISK)]
-        for at in range(0, len(rows), MOVE_BLOCKS):
-            part = rows[at : at + MOVE_BLOCKS]
-            self._put_behind(part, blocks.id[part].copy())
+        self._put_behind(rows, blocks.id[rows].copy())
 
     def _put_behind(self, rows: I64, ids: U64) -> None:
-        self._behind.append((rows, ids))
+        state = self.planner.state
+        ends = np.cumsum(np.array([p.block_bytes for p in state.pools])[state.pool_of(rows)])
+        cuts = np.flatnonzero(np.diff((ends - 1) // BEHIND_BYTES)) + 1
+        start_bytes = 0
+        for part, part_ids, part_ends in zip(
+            np.split(rows, cuts), np.split(ids, cuts), np.split(ends, cuts), strict=True
+        ):
+            if len(part):
+                self._behind.append((part, part_ids, int(part_ends[-1]) - start_bytes))
+                start_bytes = int(part_ends[-1])
         self._behind_blocks += len(rows)
         self._behind_rest.clear()
         self._behind_more.set()
@@ -290,22 +306,30 @@ class Engine:
         while True:
             await self._behind_more.wait()
             self._behind_more.clear()
-            while self._behind and not self.breaker.open:
-                rows, ids = self._take_behind()
-                await self.run(self.planner.placement.clean_down(rows, ids))
+            await asyncio.gather(*[self._drain_behind() for _ in range(BEHIND_AT_ONCE)])
             self._behind_rest.set()
 
+    async def _drain_behind(self) -> None:
+        while self._behind and not self.breaker.open:
+            rows, ids = self._take_behind()
+            await self.run(self.planner.placement.clean_down(rows, ids))
+
     def _take_behind(self) -> tuple[I64, U64]:
-        """Up to one move's worth of the oldest sealed blocks."""
+        """The oldest sealed blocks, as many as are written together."""
         rows: list[I64] = []
         ids: list[U64] = []
-        size = 0
-        while self._behind and (not rows or size + len(self._behind[0][0]) <= MOVE_BLOCKS):
-            more_rows, more_ids = self._behind.popleft()
+        blocks = size = 0
+        while self._behind:
+            more_rows, more_ids, more_bytes = self._behind[0]
+            fits = size + more_bytes <= BEHIND_BYTES and blocks + len(more_rows) <= MOVE_BLOCKS
+            if rows and not fits:
+                break
+            self._behind.popleft()
             rows.append(more_rows)
             ids.append(more_ids)
-            size += len(more_rows)
-        self._behind_blocks -= size
+            blocks += len(more_rows)
+            size += more_bytes
+        self._behind_blocks -= blocks
         return np.concatenate(rows), np.concatenate(ids)
 
     async def everything_written(self) -> None:

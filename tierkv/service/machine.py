@@ -15,7 +15,9 @@ from tierkv.service.fd_store import FdStore
 from tierkv.service.process import boot_id, is_alive
 from tierkv.tiers.arena import Arena, ArenaHome
 from tierkv.tiers.arena_files import ArenaFiles
+from tierkv.tiers.disk_io import Direct, DiskIO, ReadBy, open_disk_io
 from tierkv.tiers.index import Index, IndexChanges, IndexContents
+from tierkv.tiers.storage import BlockStorage
 
 
 class CheckpointIndex(Protocol):
@@ -46,6 +48,12 @@ class Machine(Protocol):
         """Open or make the index. Raises CorruptionError, TierFailed."""
         ...
 
+    def open_disk_io(
+        self, storage: BlockStorage, directory: str, read_by: ReadBy, direct: Direct
+    ) -> DiskIO:
+        """How to read and write files of the disk tier. Raises ConfigError."""
+        ...
+
     def open_arena(self, directory: Path, name: str, budget_bytes: int, store: bytes) -> Arena:
         """Take over a RAM tier's arena, or make a new one. Raises TierFull, TierFailed."""
         ...
@@ -69,6 +77,12 @@ class RealMachine:
     def open_index(self, path: Path, map_bytes: int) -> CheckpointIndex:
         """See Machine."""
         return Index(path, map_bytes)
+
+    def open_disk_io(
+        self, storage: BlockStorage, directory: str, read_by: ReadBy, direct: Direct
+    ) -> DiskIO:
+        """See Machine."""
+        return open_disk_io(storage, directory, read_by=read_by, direct=direct)
 
     def open_arena(self, directory: Path, name: str, budget_bytes: int, store: bytes) -> Arena:
         """See Machine."""

@@ -55,12 +55,24 @@ class Site:
         return WalReader(self.machine.storage, path, uuid, after_lsn)
 
     def open_disk(self, pools: Iterable[PoolShape] = ()) -> DiskTier | None:
-        """The disk tier with these pools, None if there is none. Raises TierFull, TierFailed."""
+        """The disk tier with these pools, None if there is none.
+
+        Raises TierFull, TierFailed, ConfigError.
+        """
         disk, stored = self.config.disk, self.stored
         if not disk.bytes:
             return None
         segment_bytes, uuid = stored.disk_segment_bytes, stored.store_uuid
-        tier = DiskTier(disk.dir, disk.bytes, segment_bytes, uuid, self.machine.storage)
+        tier = DiskTier(
+            disk.dir,
+            disk.bytes,
+            segment_bytes,
+            uuid,
+            self.machine.storage,
+            lambda storage, directory: self.machine.open_disk_io(
+                storage, directory, disk.io, disk.direct
+            ),
+        )
         return _with_pools(tier, pools)
 
     def open_arena(self, tier: Tier, pools: Iterable[PoolShape] = ()) -> Arena:

@@ -89,6 +89,7 @@ class StatusReader:
         state = self.parts.planner.state
         capacity = state.budgets[tier]
         used = state.used_bytes(tier)
+        disk = self.parts.disk if tier is Tier.DISK else None
         paused = tier is Tier.DISK and self.parts.planner.placement.disk_paused
         return TierStatus(
             capacity_bytes=capacity,
@@ -97,6 +98,7 @@ class StatusReader:
             free_ratio=(capacity - used) / capacity if capacity else 0.0,
             evictable_blocks=self.parts.planner.placement.evictable(tier),
             state="failed" if paused else "ok" if capacity else "off",
+            io=disk.io if disk is not None else "",
         )
 
     def _namespaces(self) -> list[NamespaceStatus]:

@@ -31,27 +31,28 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
 
-from tierkv.core.arrays import distinct
 from tierkv.core.ids import I64, U8, U32, U64, Bool
-from tierkv.core.spec import PAGE
+from tierkv.core.spec import PAGE, slot_stride
 from tierkv.core.state import PoolShape
 from tierkv.errors import InvariantViolation, TierFailed, TierFull, require
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.copy import whole_entries
+from tierkv.tiers.disk_io import DiskIO, serial_io
 from tierkv.tiers.entry import (
     Entries,
-    blank_entries,
     entry_dtype,
     fill_sums,
     has_sum,
     payload_sums,
     sums_agree,
 )
+from tierkv.tiers.reads import Done, Read
 from tierkv.tiers.runs import consecutive_runs
 from tierkv.tiers.segments import Segments, shapes_present, tier_error
 from tierkv.tiers.storage import BlockStorage
@@ -61,7 +62,12 @@ FORMAT_VERSION = 2
 PREFIX_BYTES = 32
 STORE_BYTES = 16
 
-MERGE_BYTES_MAX = 8 << 20
+WRITE_BYTES = 8 << 20
+"""Neighbouring slots are written together up to this size: the fewer calls, the better."""
+
+READ_BYTES = 1 << 20
+"""And read together up to this one: what has arrived is checked while the rest is on its way."""
+
 MERGE_SLOTS_MAX = 256  # at three buffers a slot, below the 1024 of one system call
 SCAN_SLOTS = 1024
 
@@ -118,6 +124,7 @@ class _Pool:
     header_bytes: int
     slot_bytes: int
     slot_count: int
+    direct: bool
     prefix: U8
     segments: Segments
 
@@ -125,14 +132,19 @@ class _Pool:
         """Raise InvariantViolation if the pool has no such slots."""
         require(len(slots) == 0 or int(slots.max()) < self.slot_count, "slots are in the pool")
 
-    def runs(self, slots: U32) -> list[I64]:
+    def runs(self, slots: U32, bytes_max: int) -> list[I64]:
         """The request's indices in runs that one system call can move."""
         self.require_slots(slots)
         return consecutive_runs(
             slots,
-            length_max=min(MERGE_SLOTS_MAX, max(1, MERGE_BYTES_MAX // self.slot_bytes)),
+            length_max=min(MERGE_SLOTS_MAX, max(1, bytes_max // self.slot_bytes)),
             boundary=self.segments.slots_per_segment,
         )
+
+    def blocks_in(self, size_bytes: int) -> int:
+        """How many blocks are whole in so many bytes of consecutive slots."""
+        needed = self.header_bytes + self.block_bytes
+        return 0 if size_bytes < needed else (size_bytes - needed) // self.slot_bytes + 1
 
     def locate(self, slot: int) -> tuple[int, int]:
         """Segment and offset of a slot."""
@@ -146,7 +158,7 @@ class _Pool:
 
     def pack(self, entries: Entries) -> U8:
         """Header pages for entries, shape [n, header_bytes]."""
-        pages = np.zeros((len(entries), self.header_bytes), np.uint8)
+        pages = _pages(len(entries), self.header_bytes)
         size = entries.dtype.itemsize
         pages[:, :PREFIX_BYTES] = self.prefix
         pages[:, PREFIX_BYTES : PREFIX_BYTES + size] = entries.view(np.uint8).reshape(-1, size)
@@ -177,11 +189,13 @@ class DiskTier:
         segment_bytes: int,
         store: bytes,
         storage: BlockStorage,
+        open_io: Callable[[BlockStorage, str], DiskIO] = serial_io,
     ) -> None:
         """Make the directory (an absolute path) if need be.
 
-        Slots that another ``store`` (uuid, 16 bytes) wrote are as good as never written. Raises
-        TierFull or TierFailed.
+        Slots that another ``store`` (uuid, 16 bytes) wrote are as good as never written.
+        ``open_io`` is given the storage and the directory and says how to read and write. Raises
+        TierFull or TierFailed, and what ``open_io`` raises.
         """
         require(len(store) == STORE_BYTES, "a store uuid has 16 bytes")
         self.read_errors = 0
@@ -198,6 +212,12 @@ class DiskTier:
             storage.fsync_dir(os.path.dirname(directory))
         except OSError as error:
             raise tier_error(error, "make the directory", directory) from error
+        self._io = open_io(storage, directory)
+
+    @property
+    def io(self) -> str:
+        """How it reads and writes, for people: "io_uring, direct"."""
+        return self._io.description
 
     def add_pool(self, pool: int, block_bytes: int, block_tokens: int) -> None:
         """Get ready for a pool; no file is made. Adding it again changes nothing.
@@ -213,6 +233,8 @@ class DiskTier:
         slot_bytes = disk_slot_bytes(block_bytes, block_tokens)
         header_bytes = slot_bytes - _whole_pages(block_bytes)
         slot_count = self._budget_bytes // slot_bytes
+        # The slots of tiny blocks do not begin at pages in memory.
+        direct = self._io.direct and slot_stride(block_bytes) % PAGE == 0
         sizes = FORMAT_VERSION.to_bytes(4, "little") + entry_bytes.to_bytes(4, "little")
         self._pools[pool] = _Pool(
             block_bytes=block_bytes,
@@ -220,6 +242,7 @@ class DiskTier:
             header_bytes=header_bytes,
             slot_bytes=slot_bytes,
             slot_count=slot_count,
+            direct=direct,
             prefix=np.frombuffer(MAGIC + sizes + self._store, np.uint8),
             segments=Segments(
                 self._directory,
@@ -228,6 +251,7 @@ class DiskTier:
                 slot_count=slot_count,
                 slots_per_segment=max(1, self._segment_bytes // slot_bytes),
                 storage=self._storage,
+                direct=direct,
             ),
         )
 
@@ -258,34 +282,31 @@ class DiskTier:
         """What a slot takes on disk, header included."""
         return self._pool(pool).slot_bytes
 
-    def write(
-        self, pool: int, slots: U32, arena: Arena, arena_slots: U32, *, sync_follows: bool = False
-    ) -> WriteResult:
+    def write(self, pool: int, slots: U32, arena: Arena, arena_slots: U32) -> WriteResult:
         """Write blocks from the arena into disk slots (both shape [n]).
 
         Never writes a block whose payload does not have the checksum in its entry. Gives the rest
         of the batch up after the first error; what is written before it stays written. Raises
         nothing for the medium's errors: they are in the result.
 
-        With ``sync_follows`` the device begins with each piece while the next one is checked and
-        written; ``sync`` then finds most of the work done.
+        The device begins with each piece at once, while the next one is checked and written: so
+        ``sync`` finds most of the work done, and little memory waits to be written.
         """
         known = self._pool(pool)
         require(arena.block_bytes(pool) == known.block_bytes, "arena and disk have the same pools")
         written, intact = np.zeros(len(slots), np.bool_), np.zeros(len(slots), np.bool_)
         sum_hi, sum_lo = np.zeros(len(slots), np.uint64), np.zeros(len(slots), np.uint64)
-        for run in known.runs(slots):
+        for run in known.runs(slots, WRITE_BYTES):
             # Checked just before it is written: its bytes are still in the processor's cache.
             entries, sound = _checked_source(arena, pool, arena_slots[run])
             entries, good = entries[sound], run[sound]
             intact[good] = True
             sum_hi[good], sum_lo[good] = entries["sum_hi"], entries["sum_lo"]
-            for part in known.runs(slots[good]):
+            for part in known.runs(slots[good], WRITE_BYTES):
                 indices = good[part]
-                buffers = _slot_buffers(
-                    known, known.pack(entries[part]), arena.slots(pool), arena_slots[indices]
-                )
-                failure = self._write_run(known, int(slots[indices[0]]), buffers, sync_follows)
+                memory = _Memory(known, known.pack(entries[part]), arena.slots(pool))
+                buffers = memory.of(np.arange(len(part)), arena_slots[indices])
+                failure = self._write_run(known, int(slots[indices[0]]), buffers)
                 if failure is not None:
                     return WriteResult(written, intact, sum_hi, sum_lo, failure)
                 written[indices] = True
@@ -306,18 +327,31 @@ class DiskTier:
         require(arena.block_bytes(pool) == known.block_bytes, "arena and disk have the same pools")
         arena.empty(pool, arena_slots)
         good = np.zeros(len(slots), np.bool_)
+        headers = _pages(len(slots), known.header_bytes)
+        memory = _Memory(known, headers, arena.slots(pool))
         error: TierFailed | None = None
-        for run in known.runs(slots):
-            entries, ok, refused = self._read_run(
-                known, slots[run], arena.slots(pool), arena_slots[run]
-            )
-            error = error or refused
-            ok &= (entries["id"] == expected_ids[run]) & has_sum(entries)
-            likely = np.flatnonzero(ok)
-            sums = payload_sums(arena.payload(pool), arena_slots[run[likely]])
-            ok[likely] = sums_agree(entries, likely, sums)
-            arena.table(pool)[arena_slots[run[ok]]] = entries[ok]
-            good[run] = ok
+        runs = known.runs(slots, READ_BYTES)
+        while runs:
+            refused: list[I64] = []
+            firsts = [int(slots[run[0]]) for run in runs]
+            buffers = (memory.of(run, arena_slots[run]) for run in runs)
+            with closing(self._read_from(known, firsts, buffers)) as batches:
+                for batch in batches:
+                    arrived = [np.zeros(0, np.int64)]
+                    for at, done in batch:
+                        if not isinstance(done, OSError):
+                            arrived.append(runs[at][: known.blocks_in(done)])
+                        elif len(runs[at]) > 1:
+                            # The refusal may be about one slot: its neighbours get a chance.
+                            refused.extend(runs[at][:, None])
+                        elif error is None:
+                            path, _ = self.place(pool, firsts[at])
+                            error = TierFailed(f"cannot read {path}: {done}", path=path)
+                    here = np.concatenate(arrived)
+                    good[here] = _accept(
+                        known, headers[here], expected_ids[here], arena, pool, arena_slots[here]
+                    )
+            runs = refused
         return ReadResult(good, error)
 
     def headers(self, pool: int, slots: U32) -> tuple[Entries, Bool]:
@@ -362,6 +396,7 @@ class DiskTier:
         for pool in self._pools.values():
             pool.segments.close()
         self._pools.clear()
+        self._io.reads.close()
 
     def _pool(self, pool: int) -> _Pool:
         try:
@@ -377,38 +412,53 @@ class DiskTier:
 
     def _header_pages(self, known: _Pool, slots: U32) -> tuple[U8, Bool]:
         """Header pages of slots, shape [n, header_bytes], and which could be read."""
-        size, width = known.header_bytes, known.segments.slots_per_segment
-        pages = np.zeros((len(slots), size), np.uint8)
+        pages = _pages(len(slots), known.header_bytes)
         readable = np.ones(len(slots), np.bool_)
-        view = pages.reshape(-1).data
-        segments, places = np.divmod(slots.astype(np.int64), width)
-        for segment in distinct(segments).tolist():
-            members = np.flatnonzero(segments == segment)
-            members = members[np.argsort(places[members])]
-            try:
-                fd = known.segments.fd_to_read(segment)
-            except OSError:
-                self._count_read_error()
-                readable[members] = False
-                continue
-            if fd is None:
-                continue
-            offsets = (places[members] * known.slot_bytes).tolist()
-            for index, offset in zip(members.tolist(), offsets, strict=True):
-                try:
-                    page = view[index * size : (index + 1) * size]
-                    self._storage.preadv(fd, [page], offset)
-                except OSError:
-                    self._count_read_error()
-                    readable[index] = False
+        # In the order they have on disk.
+        order = np.argsort(slots, kind="stable")
+        firsts = slots[order].tolist()
+        buffers = ([pages[index].data] for index in order.tolist())
+        with closing(self._read_from(known, firsts, buffers)) as batches:
+            for batch in batches:
+                for at, done in batch:
+                    if isinstance(done, OSError):
+                        readable[order[at]] = False
         return pages, readable
 
-    def _count_read_error(self) -> None:
+    def _read_from(
+        self, known: _Pool, firsts: Sequence[int], buffers: Iterable[list[memoryview]]
+    ) -> Generator[list[Done], None, None]:
+        """Fill buffers from slots on, as ``Reads`` does; without a segment no bytes come."""
+        asked: list[int] = []
+        others: list[Done] = []
+
+        def reads() -> Iterator[Read]:
+            for at, (slot, into) in enumerate(zip(firsts, buffers, strict=True)):
+                segment, offset = known.locate(slot)
+                try:
+                    fd = known.segments.fd_to_read(segment)
+                except OSError as error:
+                    others.append((at, error))
+                    continue
+                if fd is None:
+                    others.append((at, 0))
+                    continue
+                asked.append(at)
+                yield Read(fd, offset, into)
+
+        with closing(self._io.reads.read(reads())) as batches:
+            for batch in batches:
+                self._count_errors(batch)
+                yield [(asked[at], done) for at, done in batch]
+        self._count_errors(others)
+        yield others
+
+    def _count_errors(self, batch: list[Done]) -> None:
         with self._counting:
-            self.read_errors += 1
+            self.read_errors += sum(isinstance(done, OSError) for _, done in batch)
 
     def _write_run(
-        self, known: _Pool, slot: int, buffers: list[memoryview], sync_follows: bool
+        self, known: _Pool, slot: int, buffers: list[memoryview]
     ) -> TierFull | TierFailed | None:
         """Write consecutive slots by one call; returns why not, if it was refused."""
         segment, offset = known.locate(slot)
@@ -420,42 +470,9 @@ class DiskTier:
         except (TierFull, TierFailed) as error:
             return error
         known.segments.mark_dirty(segment)
-        if sync_follows:
+        if not known.direct:
             self._storage.start_writeback(fd, offset, sum(map(len, buffers)))
         return None
-
-    def _read_run(
-        self, known: _Pool, slots: U32, memory: U8, arena_slots: U32
-    ) -> tuple[Entries, Bool, TierFailed | None]:
-        """Read consecutive slots: entries, which are whole up to the checksum, why not read."""
-        headers = np.zeros((len(slots), known.header_bytes), np.uint8)
-        buffers = _slot_buffers(known, headers, memory, arena_slots)
-        done = self._read_some(known, int(slots[0]), buffers)
-        if isinstance(done, int):
-            entries, ok = known.unpack(headers)
-            ends = np.arange(len(slots)) * known.slot_bytes + known.header_bytes + known.block_bytes
-            return entries, ok & (ends <= done), None
-        if len(slots) == 1:
-            return blank_entries(1, known.block_tokens), np.zeros(1, np.bool_), done
-        # The refusal may be about one slot only: its neighbours get their own chance.
-        parts = [
-            self._read_run(known, slots[i : i + 1], memory, arena_slots[i : i + 1])
-            for i in range(len(slots))
-        ]
-        entries = np.concatenate([entries for entries, _, _ in parts])
-        ok = np.concatenate([ok for _, ok, _ in parts])
-        return entries, ok, next((error for _, _, error in parts if error is not None), None)
-
-    def _read_some(self, known: _Pool, slot: int, buffers: list[memoryview]) -> int | TierFailed:
-        """Read from a slot on: bytes read (0 without a segment), or why the system refused."""
-        segment, offset = known.locate(slot)
-        try:
-            fd = known.segments.fd_to_read(segment)
-            return 0 if fd is None else self._storage.preadv(fd, buffers, offset)
-        except OSError as error:
-            self._count_read_error()
-            path = known.segments.path(segment)
-            return TierFailed(f"cannot read {path}: {error}", path=path)
 
 
 def disk_slot_bytes(block_bytes: int, block_tokens: int) -> int:
@@ -466,6 +483,13 @@ def disk_slot_bytes(block_bytes: int, block_tokens: int) -> int:
 
 def _whole_pages(size_bytes: int) -> int:
     return -(-size_bytes // PAGE) * PAGE
+
+
+def _pages(count: int, size_bytes: int) -> U8:
+    """Zeroes, shape [count, size_bytes], that begin at a page."""
+    memory = np.zeros(count * size_bytes + PAGE, np.uint8)
+    start = -memory.ctypes.data % PAGE
+    return memory[start : start + count * size_bytes].reshape(count, size_bytes)
 
 
 def _checked_source(arena: Arena, pool: int, slots: U32) -> tuple[Entries, Bool]:
@@ -479,14 +503,32 @@ def _checked_source(arena: Arena, pool: int, slots: U32) -> tuple[Entries, Bool]
     return entries, intact
 
 
-def _slot_buffers(known: _Pool, headers: U8, memory: U8, arena_slots: U32) -> list[memoryview]:
-    """Header and memory of consecutive disk slots, in the order they have on disk."""
-    stride = memory.shape[1]
-    padding = np.zeros(known.slot_bytes - known.header_bytes - stride, np.uint8)
-    buffers: list[memoryview] = []
-    for index, slot in enumerate(arena_slots.tolist()):
-        buffers.append(headers[index].data)
-        buffers.append(memory[slot].data)
-        if len(padding):
-            buffers.append(padding.data)
-    return buffers
+def _accept(known: _Pool, headers: U8, ids: U64, arena: Arena, pool: int, arena_slots: U32) -> Bool:
+    """Which of the blocks that have arrived are the expected ones, whole; those get an entry."""
+    entries, ok = known.unpack(headers)
+    ok &= (entries["id"] == ids) & has_sum(entries)
+    likely = np.flatnonzero(ok)
+    sums = payload_sums(arena.payload(pool), arena_slots[likely])
+    ok[likely] = sums_agree(entries, likely, sums)
+    arena.table(pool)[arena_slots[ok]] = entries[ok]
+    return ok
+
+
+class _Memory:
+    """Header pages and an arena's slots, cut into the buffers that a run of disk slots needs."""
+
+    def __init__(self, known: _Pool, headers: U8, slots: U8) -> None:
+        self._header_bytes, self._stride = headers.shape[1], slots.shape[1]
+        self._headers, self._slots = headers.reshape(-1).data, slots.reshape(-1).data
+        padding = known.slot_bytes - known.header_bytes - self._stride
+        self._padding = [np.zeros(padding, np.uint8).data] if padding else []
+
+    def of(self, rows: I64, slots: U32) -> list[memoryview]:
+        """For these headers and arena slots (both shape [n]), in the order they have on disk."""
+        buffers: list[memoryview] = []
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+            at, place = row * self._header_bytes, slot * self._stride
+            buffers.append(self._headers[at : at + self._header_bytes])
+            buffers.append(self._slots[place : place + self._stride])
+            buffers += self._padding
+        return buffers

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import os
 
 from tierkv.core.ids import U8
+from tierkv.core.spec import PAGE
 
 # From linux/falloc.h, asm-generic/mman-common.h and linux/magic.h.
 _FALLOC_FL_KEEP_SIZE = 1
@@ -46,6 +48,23 @@ def advise_huge_pages(mapped: U8) -> bool:
     """Ask for huge pages behind a page-aligned mapping; False if the kernel refuses."""
     address = ctypes.c_void_p(mapped.ctypes.data)
     return bool(_libc().madvise(address, ctypes.c_size_t(mapped.nbytes), _MADV_HUGEPAGE) == 0)
+
+
+def takes_direct_io(directory: str | os.PathLike[str]) -> bool:
+    """Whether files in a directory can be read and written past the page cache, in whole pages."""
+    flags = os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
+    try:
+        fd = os.open(directory, flags, 0o600)
+    except OSError:
+        return False
+    try:
+        os.ftruncate(fd, PAGE)
+        with mmap.mmap(-1, PAGE) as page:
+            return os.preadv(fd, [page], 0) == PAGE
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
 
 
 def is_tmpfs(place: str | os.PathLike[str] | int) -> bool:

@@ -66,9 +66,7 @@ class Mover:
         disk, arena = self._need_disk(), self._arenas[move.source]
         expected = check_entries(arena, move.pool, source, move.ids)
         chosen = np.flatnonzero(expected)
-        result = disk.write(
-            move.pool, target[chosen], arena, source[chosen], sync_follows=self._durable_writes
-        )
+        result = disk.write(move.pool, target[chosen], arena, source[chosen])
         if result.error is not None:
             raise result.error
         if self._durable_writes:

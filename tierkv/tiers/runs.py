@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from tierkv.core.ids import I64, U32
@@ -15,12 +17,11 @@ def consecutive_runs(slots: U32, *, length_max: int, boundary: int | None = None
     """
     order = np.argsort(slots, kind="stable")
     ascending = slots[order].astype(np.int64)
-    apart = np.diff(ascending) != 1
+    places = np.arange(len(order))
+    begins = np.ones(len(order), np.bool_)
+    begins[1:] = np.diff(ascending) != 1
     if boundary is not None:
-        apart |= ascending[1:] % boundary == 0
-    stretches = np.split(order, np.flatnonzero(apart) + 1)
-    return [
-        stretch[start : start + length_max]
-        for stretch in stretches
-        for start in range(0, len(stretch), length_max)
-    ]
+        begins |= ascending % boundary == 0
+    begins |= (places - np.maximum.accumulate(np.where(begins, places, 0))) % length_max == 0
+    cuts = [*np.flatnonzero(begins).tolist(), len(order)]
+    return [order[first:end] for first, end in pairwise(cuts)]

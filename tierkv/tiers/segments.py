@@ -41,14 +41,19 @@ class Segments:
         slot_count: int,
         slots_per_segment: int,
         storage: BlockStorage,
+        direct: bool,
     ) -> None:
-        """Find the pool's segments and remove unfinished ones. Raises TierFailed."""
+        """Find the pool's segments and remove unfinished ones. Raises TierFailed.
+
+        ``direct``: the fds are for reads and writes past the page cache.
+        """
         self.slots_per_segment = slots_per_segment
         self._directory = directory
         self._prefix = f"{shape.block_bytes}x{shape.block_tokens}"
         self._slot_bytes = slot_bytes
         self._slot_count = slot_count
         self._storage = storage
+        self._direct = direct
         self._fds: dict[int, int] = {}
         self._writable: set[int] = set()
         self._files = threading.Lock()
@@ -156,7 +161,7 @@ class Segments:
     def _open(self, segment: int) -> int:
         fd = self._fds.get(segment)
         if fd is None:
-            fd = self._fds[segment] = self._storage.open(self.path(segment))
+            fd = self._fds[segment] = self._storage.open(self.path(segment), direct=self._direct)
         return fd
 
     def _create(self, path: str, size_bytes: int) -> None:

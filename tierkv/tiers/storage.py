@@ -15,8 +15,12 @@ Buffers = Sequence[memoryview]
 class BlockStorage(Protocol):
     """What the disk tier asks of a file system. ``tierkv_wal.RealStorage`` is one."""
 
-    def open(self, path: str, *, create: bool = False) -> int:
-        """Open a file for reading and writing; ``create`` makes a missing one. Returns an fd."""
+    def open(self, path: str, *, create: bool = False, direct: bool = False) -> int:
+        """Open a file for reading and writing; ``create`` makes a missing one. Returns an fd.
+
+        ``direct``: past the page cache. Offset, address and length of every buffer must then be
+        whole pages.
+        """
 
     def close(self, fd: int) -> None:
         """Close an fd."""

@@ -227,8 +227,15 @@ class SimulatedStorage:
     # --- Storage ---------------------------------------------------------------------------------
 
     def open(
-        self, path: str, *, create: bool = False, truncate: bool = False, writable: bool = True
+        self,
+        path: str,
+        *,
+        create: bool = False,
+        truncate: bool = False,
+        writable: bool = True,
+        direct: bool = False,
     ) -> int:
+        """See Storage. ``direct`` changes nothing: what is not synced is no surer on a device."""
         path = _absolute(path)
         with self._call("open", path):
             if create and path not in self._names:

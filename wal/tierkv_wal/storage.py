@@ -31,9 +31,19 @@ class Storage(Protocol):
     """
 
     def open(
-        self, path: str, *, create: bool = False, truncate: bool = False, writable: bool = True
+        self,
+        path: str,
+        *,
+        create: bool = False,
+        truncate: bool = False,
+        writable: bool = True,
+        direct: bool = False,
     ) -> int:
-        """Open a file; returns its descriptor. ``create`` makes it if it is not there."""
+        """Open a file; returns its descriptor. ``create`` makes it if it is not there.
+
+        ``direct``: past the page cache (O_DIRECT). Offset, address and length of every buffer
+        must then be whole pages. Such writes need a sync as any others do.
+        """
         ...
 
     def close(self, fd: int) -> None:
@@ -104,11 +114,18 @@ class RealStorage:
     """The operating system's files."""
 
     def open(
-        self, path: str, *, create: bool = False, truncate: bool = False, writable: bool = True
+        self,
+        path: str,
+        *,
+        create: bool = False,
+        truncate: bool = False,
+        writable: bool = True,
+        direct: bool = False,
     ) -> int:
         flags = os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY)
         flags |= os.O_CREAT if create else 0
         flags |= os.O_TRUNC if truncate else 0
+        flags |= os.O_DIRECT if direct else 0
         return os.open(path, flags, 0o640)
 
     def close(self, fd: int) -> None:
@@ -146,6 +163,9 @@ class RealStorage:
                 break
             total += count
             left = _skip(left, count)
+            if left and offset + total >= os.fstat(fd).st_size:
+                # A direct read refuses to go on from an end that is no whole page.
+                break
         return total
 
     def start_writeback(self, fd: int, offset: int, length: int) -> None:
