@@ -163,7 +163,7 @@ def test_nothing_automatic_is_left_and_resolving_again_changes_nothing(
 ) -> None:
     config = resolve(Config(), make_environment())
     automatic = [setting for setting in settings().values() if setting.auto_is]
-    assert len(automatic) == 9
+    assert len(automatic) == 10
     for setting in automatic:
         value = getattr(getattr(config, setting.section), setting.name)
         assert value not in (AUTO, AUTO_BYTES), setting.key

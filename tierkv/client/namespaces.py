@@ -90,6 +90,7 @@ class NamespaceCore:
         if place == self._place:
             return False
         self._place = place
+        arena.populate(opened.slot_offset, end)
         self.pool = arena.data[opened.slot_offset : end].reshape(opened.slots, opened.slot_stride)
         return True
 
