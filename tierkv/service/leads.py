@@ -78,22 +78,25 @@ def next_step(
     rich = max(pools, key=lambda pool: pool.lead * pool.stride)
     first = poor.given_out + poor.lead
     stop = min(poor.goal(lead_bytes), first + max(1, TAKE_BYTES // poor.stride))
-    wanted = max(0, stop - first) * poor.stride
-    if len(pools) > 1 and budget.in_memory + wanted > ceiling:
+    if len(pools) > 1:
+        room = ceiling - budget.in_memory
         keep = max(rich.goal(lead_bytes), rich.taken - max(1, GIVE_BYTES // rich.stride))
-        return GiveBack(rich.number, keep, rich.taken) if keep < rich.taken else None
-    return Take(poor.number, first, stop) if wanted else None
+        if max(0, stop - first) * poor.stride > room and keep < rich.taken:
+            return GiveBack(rich.number, keep, rich.taken)
+        stop = min(stop, first + max(0, room) // poor.stride)
+    return Take(poor.number, first, stop) if stop > first else None
 
 
 def missing_bytes(pools: Sequence[PoolMemory], budget: Budget) -> int:
-    """How much memory is still to be taken."""
-    if not pools:
+    """About how much memory is still to be taken; 0 exactly if nothing is."""
+    if next_step(pools, budget, ahead=True) is None:
         return 0
-    lead_bytes, ceiling = _allowance(len(pools), budget)
-    missing = sum(
-        max(0, pool.goal(lead_bytes) - pool.given_out - pool.lead) * pool.stride for pool in pools
+    lead_bytes, _ = _allowance(len(pools), budget)
+    missing = [pool.goal(lead_bytes) - pool.given_out - pool.lead for pool in pools]
+    return max(
+        1,
+        sum(max(0, slots) * pool.stride for slots, pool in zip(missing, pools, strict=True)),
     )
-    return missing if len(pools) == 1 else max(0, min(missing, ceiling - budget.in_memory))
 
 
 def _allowance(pools: int, budget: Budget) -> tuple[int, int]:
