@@ -102,8 +102,6 @@ def test_it_does_not_wait_for_ever(shared: Shared) -> None:
 def test_its_descriptor_goes_with_it(shared: Shared) -> None:
     before = len(os.listdir("/proc/self/fd"))
     populator = Populator(shared.fd, shared.worker)
-    populator.start(0, 0)
-    until(lambda: not populator.busy)
     assert len(os.listdir("/proc/self/fd")) == before + 1
     del populator
     until(lambda: len(os.listdir("/proc/self/fd")) == before)

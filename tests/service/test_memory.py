@@ -107,9 +107,9 @@ def test_after_a_kill_memory_is_taken_and_mapped_on() -> None:
         daemon.wait()
         daemon.start()
         until(lambda: is_done(daemon))
+        sequence.reserve(1)
         until(lambda: not client.populating)
         assert mapped_bytes(ns.pool) == memory(daemon)["device"]["memory_bytes"] == 8 * MIB
-        sequence.reserve(1)
         check(ns, sequence)
 
 
