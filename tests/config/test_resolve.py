@@ -163,7 +163,7 @@ def test_nothing_automatic_is_left_and_resolving_again_changes_nothing(
 ) -> None:
     config = resolve(Config(), make_environment())
     automatic = [setting for setting in settings().values() if setting.auto_is]
-    assert len(automatic) == 9
+    assert len(automatic) == 10
     for setting in automatic:
         value = getattr(getattr(config, setting.section), setting.name)
         assert value not in (AUTO, AUTO_BYTES), setting.key
@@ -182,3 +182,31 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < space.free <= space.total
     absent = environment.space(str(tmp_path / "not" / "yet" / "there"))
     assert (absent.total, absent.own) == (space.total, 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "prefault"),
+    [
+        (Config(), "off"),
+        (Config(device=Device(bytes=GiB)), "on"),
+        (Config(host=Host(bytes=GiB)), "on"),
+        (Config(arena=Arena(prefault="on")), "on"),
+        (Config(device=Device(bytes=GiB), arena=Arena(prefault="off")), "off"),
+    ],
+)
+def test_memory_that_somebody_gave_is_taken_at_once(
+    make_environment: MakeEnvironment, config: Config, prefault: str
+) -> None:
+    assert resolve(config, make_environment()).arena.prefault == prefault
+
+
+@pytest.mark.parametrize(
+    ("numa", "wrong"),
+    [("auto", []), ("off", []), ("3", []), ("interleave", []), ("both", ["arena.numa"])],
+)
+def test_numa_is_a_word_or_a_number(
+    make_environment: MakeEnvironment, numa: str, wrong: list[str]
+) -> None:
+    environment = make_environment()
+    config = resolve(Config(arena=Arena(numa=numa)), environment)
+    assert [problem.key for problem in check(config, environment.space)] == wrong

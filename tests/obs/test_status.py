@@ -12,9 +12,9 @@ def test_keys() -> None:
     namespace = NamespaceStatus(id=1, model="m", dtype="float32", block_tokens=16, block_bytes=4096)
     plain = to_plain(StatusDocument(version="1", state="serving", namespaces=[namespace]))
     assert list(plain) == [
-        "version", "state", "epoch", "pid", "uptime_s", "durability", "socket", "tiers", "blocks",
-        "sequences", "leases", "fenced_blocks", "connections", "workers", "namespaces", "prefix",
-        "evictions", "wal", "recovery", "checkpoint", "loop",
+        "version", "state", "epoch", "pid", "uptime_s", "durability", "socket", "tiers", "memory",
+        "blocks", "sequences", "leases", "fenced_blocks", "connections", "workers", "namespaces",
+        "prefix", "evictions", "wal", "recovery", "checkpoint", "loop",
     ]  # fmt: skip
     assert list(plain["tiers"]) == ["device", "host", "disk"]
     assert list(plain["tiers"]["host"]) == [

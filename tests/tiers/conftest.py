@@ -25,7 +25,7 @@ BOOT = "11111111-2222-3333-4444-555555555555"
 
 OpenArena = Callable[..., Arena]
 PutBlocks = Callable[..., np.ndarray]
-MountTmpfs = Callable[[int], Path]
+MountTmpfs = Callable[..., Path]
 OpenIO = Callable[[BlockStorage, str], DiskIO]
 
 NEEDS_RING = pytest.mark.may_skip_in_ci
@@ -112,14 +112,15 @@ def put_blocks() -> PutBlocks:
 
 @pytest.fixture
 def mount_tmpfs() -> Iterator[MountTmpfs]:
-    """Mounts tmpfs of a given size and unmounts them at the end."""
+    """Mounts tmpfs of a given size, with further options, and unmounts them at the end."""
     if os.geteuid() != 0:
         pytest.skip("mounting a file system needs root")
     mounted: list[Path] = []
 
-    def mount(size_bytes: int) -> Path:
+    def mount(size_bytes: int, *options: str) -> Path:
         path = Path(tempfile.mkdtemp(prefix="tierkv-test-"))
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(path)]
+        wanted = ",".join([f"size={size_bytes}", *options])
+        command = ["mount", "-t", "tmpfs", "-o", wanted, "tmpfs", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             path.rmdir()

@@ -178,6 +178,13 @@ def _facts(document: StatusDocument) -> list[tuple[str, str]]:
         f"the longest {about_duration(document.loop.turn_max_s)}"
     )
     disk = document.tiers.get("disk")
+    memory = ", ".join(
+        f"{tier} {about_bytes(one.memory_bytes)}"
+        + (f" ({about_bytes(one.huge_bytes)} in huge pages)" if one.huge_bytes else "")
+        + (f", {about_bytes(one.missing_bytes)} to be taken" if one.missing_bytes else "")
+        + (f", {one.numa}" if one.numa else "")
+        for tier, one in document.memory.items()
+    )
     return [
         ("prefix hits", f"{format_ratio(prefix.hit_ratio)} of the latest tokens"),
         ("since start", f"{prefix.hit_tokens:,} of {prefix.lookup_tokens:,} tokens"),
@@ -189,6 +196,7 @@ def _facts(document: StatusDocument) -> list[tuple[str, str]]:
         ("checkpoint", checkpoint if age_s >= 0 else "none yet"),
         ("event loop", loop),
         ("recovery", recovered),
+        ("memory", memory or "none"),
         ("memory kept", adopted or "none"),
         ("native", "yes" if document.native else f"no: {document.native_missing}"),
     ]

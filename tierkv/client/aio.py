@@ -44,13 +44,16 @@ def connect(
     timeout_s: float = 5.0,
     reconnect_s: float = 30.0,
     name: str = "",
+    populate: bool = True,
 ) -> Connecting:
     """Connect a worker: ``async with aio.connect() as cache``, or ``cache = await aio.connect()``.
 
     Arguments and errors are those of ``tierkv.connect``.
     """
     path = default_socket_path() if socket_path is None else Path(socket_path)
-    return Connecting(Client(path, timeout_s=timeout_s, reconnect_s=reconnect_s, name=name))
+    return Connecting(
+        Client(path, timeout_s=timeout_s, reconnect_s=reconnect_s, name=name, populate=populate)
+    )
 
 
 class Connecting:
@@ -80,8 +83,11 @@ class Client:
     if that does not succeed in time they raise Unavailable, and the next call tries again.
     """
 
-    def __init__(self, path: Path, *, timeout_s: float, reconnect_s: float, name: str) -> None:
+    def __init__(
+        self, path: Path, *, timeout_s: float, reconnect_s: float, name: str, populate: bool
+    ) -> None:
         self._path = path
+        self._populate = populate
         self._timeout_s = timeout_s
         self._reconnect_s = reconnect_s
         self._core = ClientCore(name)
@@ -103,6 +109,11 @@ class Client:
     def epoch(self) -> int:
         """Which incarnation of the daemon answered last; grows with its restarts."""
         return self._core.epoch
+
+    @property
+    def populating(self) -> bool:
+        """Whether pools are still being mapped in the background."""
+        return self._core.populating
 
     async def namespace(self, spec: KVSpec) -> Namespace:
         """Open a model shard's blocks. See the blocking client."""
@@ -127,7 +138,7 @@ class Client:
         self._closed = True
         if self._link is not None:
             self._link.close()
-        self._core.end(list(self._core.sequences.values()))
+        self._core.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -201,7 +212,7 @@ class Client:
             while opening.greeting is None:
                 await _readable(sock)
                 opening.receive(sock)
-            arena, scratch = opening.memory(self._core.arena)
+            arena, scratch = opening.memory(self._core.arena, populate=self._populate)
             link = Link(opening.decoder)
             await loop.create_unix_connection(lambda: link, sock=sock)
         except BaseException as error:

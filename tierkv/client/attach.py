@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tierkv.client.populate import Populator
 from tierkv.config.paths import SYSTEM_SOCKET, own_socket, own_state_dir
 from tierkv.core.ids import U8
 from tierkv.errors import (
@@ -23,6 +24,7 @@ from tierkv.errors import (
     VersionMismatch,
     error_from_wire,
 )
+from tierkv.pages import ask_for_huge_pages
 from tierkv.rpc.messages import PROTOCOL_VERSION, Failure, Greeting
 from tierkv.rpc.wire import FrameDecoder, decode_opening
 
@@ -68,10 +70,32 @@ def map_shared(fd: int, size_bytes: int) -> U8:
 
 @dataclass(eq=False)
 class MappedArena:
-    """The device arena as this process maps it. ``data`` is u8 [arena_bytes]."""
+    """The device arena as this process maps it. ``data`` is u8 [arena_bytes].
+
+    ``populator`` maps parts of it in the background, if that is wanted.
+    """
 
     identity: bytes
     data: U8
+    populator: Populator | None = None
+
+    @classmethod
+    def map(cls, greeting: Greeting, fd: int, *, populate: bool) -> MappedArena:
+        """Map what the daemon greets with. Raises ProtocolError."""
+        data = map_shared(fd, greeting.arena_bytes)
+        # For pages that the worker is the first to write: the kernel looks at the writer's mapping.
+        ask_for_huge_pages(data)
+        return cls(greeting.arena, data, Populator(fd, data) if populate else None)
+
+    def populate(self, start: int, stop: int) -> None:
+        """Map bytes ``start`` to ``stop`` in the background, if that is wanted."""
+        if self.populator is not None:
+            self.populator.start(start, stop)
+
+    def forget(self) -> None:
+        """It is not used any more: stop the background mapping."""
+        if self.populator is not None:
+            self.populator.stop()
 
 
 @dataclass
@@ -121,15 +145,18 @@ class Opening:
             )
         self.greeting = opening
 
-    def memory(self, known: MappedArena | None) -> tuple[MappedArena, U8]:
-        """The arena (the ``known`` one if it is the same) and this connection's scratch memory."""
+    def memory(self, known: MappedArena | None, *, populate: bool) -> tuple[MappedArena, U8]:
+        """The arena (the ``known`` one if it is the same) and this connection's scratch memory.
+
+        ``populate``: whether a new one maps its pools in the background.
+        """
         greeting = self.greeting
         if greeting is None:
             raise ProtocolError("no greeting yet")
         try:
             arena_fd, scratch_fd = self.fds
             if known is None or known.identity != greeting.arena:
-                known = MappedArena(greeting.arena, map_shared(arena_fd, greeting.arena_bytes))
+                known = MappedArena.map(greeting, arena_fd, populate=populate)
             return known, map_shared(scratch_fd, greeting.scratch_bytes)
         finally:
             self.close()

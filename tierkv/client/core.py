@@ -120,6 +120,8 @@ class ClientCore:
         Sequences that the daemon does not hold as acknowledged are lost; those it holds and
         nobody here knows are released.
         """
+        if self.arena is not None and self.arena is not arena:
+            self.arena.forget()
         self.arena, self.scratch = arena, scratch
         self.releasing.clear()
         welcome = expect((yield lambda: Hello(PROTOCOL_VERSION, self.name, self._token)), Welcome)
@@ -154,6 +156,18 @@ class ClientCore:
                 self.unaware.add(number)
         used = self.sequences.keys() | self.opening | self.unaware
         return [number for number in held if number not in used]
+
+    @property
+    def populating(self) -> bool:
+        """Whether pools are still being mapped in the background."""
+        populator = self.arena.populator if self.arena is not None else None
+        return populator is not None and populator.busy
+
+    def close(self) -> None:
+        """The lease ends: so do all sequences, and the background mapping."""
+        self.end(list(self.sequences.values()))
+        if self.arena is not None:
+            self.arena.forget()
 
     def told(self, number: int) -> None:
         """Whoever uses this sequence knows that it is lost, and writes into it no more."""

@@ -55,18 +55,22 @@ def connect(
     timeout_s: float = 5.0,
     reconnect_s: float = 30.0,
     name: str = "",
+    populate: bool = True,
 ) -> Client:
     """Connect a worker to the daemon; use as a context manager.
 
     ``socket_path`` defaults to TIERKV_SOCKET, the user's own daemon, or the system's.
     ``timeout_s`` bounds this call and each later attempt to connect; ``reconnect_s`` is the
     longest any later call takes, waiting for a daemon that restarts included. ``name`` shows in
-    the daemon's status.
+    the daemon's status. ``populate``: map the pools that are opened in the background, on a thread
+    that then ends; else each page takes a page fault when this process first touches it.
 
     Raises Unavailable when no daemon serves in time, VersionMismatch, NotOwner, LimitExceeded.
     """
     path = default_socket_path() if socket_path is None else Path(socket_path)
-    client = Client(path, timeout_s=timeout_s, reconnect_s=reconnect_s, name=name)
+    client = Client(
+        path, timeout_s=timeout_s, reconnect_s=reconnect_s, name=name, populate=populate
+    )
     client._open()
     return client
 
@@ -78,8 +82,11 @@ class Client:
     if that does not succeed in time it raises Unavailable, and the call after it tries again.
     """
 
-    def __init__(self, path: Path, *, timeout_s: float, reconnect_s: float, name: str) -> None:
+    def __init__(
+        self, path: Path, *, timeout_s: float, reconnect_s: float, name: str, populate: bool
+    ) -> None:
         self._path = path
+        self._populate = populate
         self._timeout_s = timeout_s
         self._reconnect_s = reconnect_s
         self._core = ClientCore(name)
@@ -99,6 +106,11 @@ class Client:
     def epoch(self) -> int:
         """Which incarnation of the daemon answered last; grows with its restarts."""
         return self._core.epoch
+
+    @property
+    def populating(self) -> bool:
+        """Whether pools are still being mapped in the background."""
+        return self._core.populating
 
     def namespace(self, spec: KVSpec) -> Namespace:
         """Open a model shard's blocks.
@@ -129,7 +141,7 @@ class Client:
         self._closed = True
         if self._link is not None:
             self._link.close()
-        self._core.end(list(self._core.sequences.values()))
+        self._core.close()
 
     def __enter__(self) -> Self:
         return self
@@ -207,7 +219,7 @@ class Client:
             while opening.greeting is None:
                 sock.settimeout(max(deadline - time.monotonic(), 0.001))
                 opening.receive(sock)
-            arena, scratch = opening.memory(self._core.arena)
+            arena, scratch = opening.memory(self._core.arena, populate=self._populate)
             link = Link(sock, opening.decoder)
             self._take_up_lease(link, arena, scratch, deadline)
             return link

@@ -11,6 +11,8 @@ from tierkv.config.resolve import Space
 from tierkv.config.schema import Config
 from tierkv.units import about_bytes
 
+NUMA_WORDS = ("auto", "interleave", "off")
+
 
 class Problem(NamedTuple):
     """What is wrong with a setting, and what to do."""
@@ -24,6 +26,9 @@ def check(config: Config, space: Callable[[str], Space]) -> Iterator[Problem]:
     """The problems of a resolved configuration on this machine."""
     yield from _check_paths(config)
     yield from _check_budgets(config, space)
+    numa = config.arena.numa
+    if numa not in NUMA_WORDS and not numa.isdecimal():
+        yield Problem("arena.numa", f"is {numa!r}", f"write {', '.join(NUMA_WORDS)} or a number")
     if config.metrics.tcp:
         yield from _check_address(config.metrics.tcp)
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from tierkv.config.paths import home, own_socket, own_state_dir
-from tierkv.config.schema import AUTO, AUTO_BYTES, Config
+from tierkv.config.ram import available_ram_bytes
+from tierkv.config.schema import AUTO, AUTO_BYTES, Config, PrefaultSetting
 from tierkv.errors import ConfigError
 from tierkv.units import GiB, MiB
 
@@ -109,7 +110,9 @@ def resolve(config: Config, environment: Environment) -> Config:
         server=replace(config.server, socket=socket, state_dir=state_dir),
         device=replace(config.device, bytes=device_bytes),
         host=replace(config.host, bytes=host_bytes),
-        arena=replace(config.arena, keep=arena_keep, dir=arena_dir),
+        arena=replace(
+            config.arena, keep=arena_keep, dir=arena_dir, prefault=_arena_prefault(config)
+        ),
         disk=replace(config.disk, dir=disk_dir, bytes=disk_bytes, segment_bytes=segment_bytes),
         metrics=replace(config.metrics, socket=metrics_socket),
     )
@@ -145,13 +148,11 @@ def _arena_keep(keep: str, variables: Mapping[str, str]) -> str:
     return "manager" if offered and variables.get("NOTIFY_SOCKET") else "files"
 
 
-def available_ram_bytes() -> int:
-    """Memory that programs of this machine may still take."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _arena_prefault(config: Config) -> PrefaultSetting:
+    """Half of a machine's memory is not to be taken at once if nobody asked for that much."""
+    if config.arena.prefault != "auto":
+        return config.arena.prefault
+    return "on" if {config.device.bytes, config.host.bytes} != {AUTO_BYTES} else "off"
 
 
 def _space(path: str) -> Space:

@@ -21,6 +21,8 @@ AUTO = "auto"
 AUTO_BYTES = -1
 """A byte size that ``resolve`` decides."""
 
+PrefaultSetting = Literal["auto", "on", "off"]
+
 
 class Kind(Enum):
     """How a setting is written."""
@@ -168,6 +170,23 @@ class Arena(_Section, frozen=True):
             "(FileDescriptorStoreMax=).",
             auto_is="manager if $FDSTORE says that it grants them or it kept some already, "
             "else files",
+        ),
+    ] = "auto"
+    prefault: Annotated[
+        PrefaultSetting,
+        _setting(
+            Kind.TEXT,
+            "Whether the daemon takes that memory ahead of need, in the background, or a page is "
+            "taken when it is first written, which makes the first writes ten times slower.",
+            auto_is="on if device.bytes or host.bytes says how much memory that is, else off",
+        ),
+    ] = "auto"
+    numa: Annotated[
+        str,
+        _text(
+            "NUMA nodes of that memory: interleave = all by turns, a node's number = that one "
+            "while it has room, off = the node of whoever writes a page first, auto = interleave "
+            "on a machine with several."
         ),
     ] = "auto"
 

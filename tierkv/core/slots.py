@@ -44,6 +44,11 @@ class SlotSet:
         """What it will write to next."""
         return [ahead(self._is), ahead(self._stack)]
 
+    @property
+    def given_out(self) -> int:
+        """Below which all numbers lie that were ever held or used since ``reindex``."""
+        return self._fresh
+
     def used(self) -> I64:
         """All used numbers, ascending, shape [n]."""
         return np.flatnonzero(self._is == USED)

@@ -35,6 +35,21 @@ class TierStatus(msgspec.Struct, kw_only=True):
     io: str = ""
 
 
+class MemoryStatus(msgspec.Struct, kw_only=True):
+    """The memory behind one RAM tier.
+
+    ``prefault``: "off", "running", "done" or "short of memory"; ``missing_bytes`` are still to be
+    taken ahead of need. ``huge_bytes`` of ``memory_bytes`` are in huge pages as far as is known.
+    ``numa``: where pages go, such as "interleave 0,1"; empty = wherever they are first written.
+    """
+
+    memory_bytes: int = 0
+    prefault: str = "off"
+    missing_bytes: int = 0
+    huge_bytes: int = 0
+    numa: str = ""
+
+
 class NamespaceStatus(msgspec.Struct, kw_only=True):
     """One namespace: which model's blocks, and how large one is."""
 
@@ -140,6 +155,7 @@ class StatusDocument(msgspec.Struct, kw_only=True):
     native: bool = False
     native_missing: str = ""
     tiers: dict[str, TierStatus] = msgspec.field(default_factory=_no_tiers)
+    memory: dict[str, MemoryStatus] = {}
     blocks: int = 0
     sequences: int = 0
     leases: int = 0

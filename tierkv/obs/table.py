@@ -57,6 +57,12 @@ def _tier(field: str) -> Read:
     ]
 
 
+def _memory(field: str) -> Read:
+    return lambda counters, status: [
+        ((name,), getattr(memory, field)) for name, memory in status.memory.items()
+    ]
+
+
 def _recovered(counters: Counters, status: StatusDocument) -> Iterable[Sample]:
     for name, tier in status.recovery.tiers.items():
         yield (name, "kept"), tier.kept
@@ -190,6 +196,30 @@ _TIERS = (
         "Shows which budget an automatic setting came to.",
         ("tier",),
         _tier("capacity_bytes"),
+    ),
+    Declared(
+        "tierkv_arena_memory_bytes",
+        Type.GAUGE,
+        "Memory that a RAM tier's slots take, whether they hold blocks or not.",
+        "What the tier costs now; the budget is what it may come to.",
+        ("tier",),
+        _memory("memory_bytes"),
+    ),
+    Declared(
+        "tierkv_arena_prefault_missing_bytes",
+        Type.GAUGE,
+        "Memory of a RAM tier that is still to be taken ahead of need.",
+        "Until it is 0, first writes are slow. If it stays, memory is short: see the log.",
+        ("tier",),
+        _memory("missing_bytes"),
+    ),
+    Declared(
+        "tierkv_arena_huge_bytes",
+        Type.GAUGE,
+        "Memory of a RAM tier in huge pages, as far as is known.",
+        "0: the kernel does not offer them for that memory; ARCHITECTURE.md says how to change it.",
+        ("tier",),
+        _memory("huge_bytes"),
     ),
     Declared(
         "tierkv_transfer_bytes_total",

@@ -20,6 +20,7 @@ from tierkv.service.engine import Engine
 from tierkv.service.journal import Journal
 from tierkv.service.leases import Leases
 from tierkv.service.namespaces import Namespaces
+from tierkv.service.prefault import Prefault
 from tierkv.service.recovered import Recovered
 from tierkv.service.recovery import unverified_rows
 from tierkv.tiers.arena import Arena
@@ -58,6 +59,7 @@ class Parts:
     leases: Leases
     namespaces: Namespaces
     attention: Attention
+    prefault: Prefault
     arenas: Mapping[Tier, Arena]
     disk: DiskTier | None
 
@@ -79,6 +81,7 @@ class Parts:
         """End all threads; the log is written and synced."""
         await self.engine.close()
         self.attention.close()
+        self.prefault.close()
         self.checkpointer.close()
         self.journal.close()
 
@@ -134,6 +137,7 @@ def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Ho
         leases=Leases(planner, config.server.grace_s),
         namespaces=namespaces,
         attention=Attention(planner, namespaces, arenas, config.attend.threads),
+        prefault=Prefault(state, arenas, ahead=config.arena.prefault == "on"),
         arenas=arenas,
         disk=recovered.disk,
     )

@@ -48,6 +48,7 @@ from tierkv.service.sessions import Sessions
 from tierkv.service.status import StatusReader
 from tierkv.service.store import StateDirectory
 from tierkv.service.systemd import Notifier, inherited_descriptors, take_socket
+from tierkv.tiers.numa import choose, memory_nodes
 
 log = logging.getLogger(__name__)
 
@@ -119,12 +120,14 @@ class _Daemon:
             listening = _listening_socket(self._config, take_socket(inherited), leaving)
             fd_store = FdStore(self._notifier, inherited)
             leaving.callback(fd_store.close)
-            if self._config.arena.keep == "manager":
+            arena = self._config.arena
+            numa = choose(arena.numa, memory_nodes())
+            if arena.keep == "manager":
                 fd_store.require_service(os.environ)
-                machine = RealMachine(fd_store)
+                machine = RealMachine(fd_store, numa)
             else:
                 fd_store.give_back()
-                machine = RealMachine()
+                machine = RealMachine(numa=numa)
             await self._recover_and_serve(directory, listening, machine)
         self._lifecycle.enter(DaemonState.STOPPED)
         log.info("stopped")
@@ -198,6 +201,7 @@ class _Daemon:
         await self._until_stopped(
             listener.serve(),
             parts.engine.write_behind(),
+            parts.prefault.run(),
             self._tick(recovered.writer, ballast, parts.checkpointer, parts.planner.placement),
             watch_loop(self._metrics.loop_turn, self._metrics.loop_delay),
         )

@@ -12,7 +12,8 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-from tierkv.config.resolve import ARENA_FDS, available_ram_bytes
+from tierkv.config.ram import available_ram_bytes
+from tierkv.config.resolve import ARENA_FDS
 from tierkv.core.ids import RAM_TIERS
 from tierkv.errors import ConfigError, TierFailed
 from tierkv.service.systemd import Inherited, Notifier

@@ -17,6 +17,7 @@ from tierkv.tiers.arena import Arena, ArenaHome
 from tierkv.tiers.arena_files import ArenaFiles
 from tierkv.tiers.disk_io import Direct, DiskIO, ReadBy, open_disk_io
 from tierkv.tiers.index import Index, IndexChanges, IndexContents
+from tierkv.tiers.numa import NodePolicy
 from tierkv.tiers.storage import BlockStorage
 
 
@@ -69,10 +70,11 @@ class Machine(Protocol):
 class RealMachine:
     """This one."""
 
-    def __init__(self, fd_store: FdStore | None = None) -> None:
-        """``fd_store``: what keeps the arenas; without one they are files."""
+    def __init__(self, fd_store: FdStore | None = None, numa: NodePolicy | None = None) -> None:
+        """``fd_store``: what keeps the arenas, else they are files. ``numa``: where they lie."""
         self.storage: Storage = RealStorage()
         self._fd_store = fd_store
+        self._numa = numa
 
     def open_index(self, path: Path, map_bytes: int) -> CheckpointIndex:
         """See Machine."""
@@ -91,7 +93,7 @@ class RealMachine:
             # A daemon that kept files there may have run before.
             home.drop(name)
             home = self._fd_store
-        return Arena.open(home, name, budget_bytes, store, boot_id())
+        return Arena.open(home, name, budget_bytes, store, boot_id(), self._numa)
 
     def forget_arena(self, directory: Path, name: str) -> None:
         """See Machine."""

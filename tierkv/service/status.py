@@ -18,6 +18,7 @@ from tierkv.core.state import State
 from tierkv.native.loops import loops
 from tierkv.obs.status import (
     CheckpointStatus,
+    MemoryStatus,
     NamespaceStatus,
     PrefixStatus,
     RecoveredTier,
@@ -60,6 +61,7 @@ class StatusReader:
             native=not loops().missing,
             native_missing=loops().missing,
             tiers={tier.label: self._tier(tier) for tier in Tier},
+            memory={tier.label: self._memory(tier) for tier in self.parts.arenas},
             blocks=state.row_set.used_count,
             sequences=sum(not one.fenced for one in state.sequences.values()),
             leases=len(state.leases),
@@ -99,6 +101,16 @@ class StatusReader:
             evictable_blocks=self.parts.planner.placement.evictable(tier),
             state="failed" if paused else "ok" if capacity else "off",
             io=disk.io if disk is not None else "",
+        )
+
+    def _memory(self, tier: Tier) -> MemoryStatus:
+        arena, prefault = self.parts.arenas[tier], self.parts.prefault
+        return MemoryStatus(
+            memory_bytes=arena.memory_bytes,
+            prefault=prefault.state(tier),
+            missing_bytes=prefault.missing_bytes(tier),
+            huge_bytes=prefault.huge_bytes(tier),
+            numa=str(arena.numa or ""),
         )
 
     def _namespaces(self) -> list[NamespaceStatus]:

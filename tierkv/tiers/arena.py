@@ -13,6 +13,9 @@ The second, the table, says what lies in the slots (little-endian):
              block tokens u4, 4 x 0, xxh3_64 of the bytes before it u8; all 0 = no such pool
     then     one page-aligned array of entries (see ``entry``) per pool, in order of creation
 
+Memory: a page exists from when it is first written, or ``populate`` takes it, until it is given
+back. Huge pages are asked for, and NUMA nodes chosen, when a pool is mapped.
+
 Threads: ``add_pool`` may be called at any time from any thread; ``close`` only when no other
 call runs. Everything else may run at the same time on different slots. Who may use which slot when
 is for the caller to say.
@@ -25,10 +28,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
 
@@ -46,9 +51,13 @@ from tierkv.errors import (
     TierFull,
     require,
 )
+from tierkv.pages import ask_for_huge_pages, backed_ranges, huge_bytes, populate
 from tierkv.tiers.entry import Entries, entry_dtype
-from tierkv.tiers.linux import advise_huge_pages, is_tmpfs, punch_hole
+from tierkv.tiers.linux import is_tmpfs, punch_hole
+from tierkv.tiers.numa import NodePolicy
 from tierkv.tiers.runs import consecutive_runs
+
+log = logging.getLogger(__name__)
 
 POOLS_MAX = 64
 REGION_ALIGN = 2 << 20
@@ -114,10 +123,14 @@ class ArenaHome(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
+    """``region`` and ``table_bytes``: all that is mapped; the slots and entries lie in there."""
+
     block_bytes: int
     block_tokens: int
     slots: U8
     table: Entries
+    region: U8
+    table_bytes: U8
     maps: tuple[mmap.mmap, mmap.mmap]
 
 
@@ -127,13 +140,22 @@ class Arena:
     ``adopted`` says whether the files of an earlier process were taken over, and
     ``adopted_bytes`` how much memory they took then. ``identity`` (16 bytes) names the arena from
     its creation on, ``fd`` is the payload file, ``size_bytes`` its apparent size and
-    ``region_bytes`` the distance from one pool's first slot to the next one's.
+    ``region_bytes`` the distance from one pool's first slot to the next one's. ``numa`` says where
+    its pages go; None: where they are first written.
     """
 
     def __init__(
-        self, name: str, fds: ArenaFds, budget_bytes: int, identity: bytes, *, adopted: bool
+        self,
+        name: str,
+        fds: ArenaFds,
+        budget_bytes: int,
+        identity: bytes,
+        numa: NodePolicy | None,
+        *,
+        adopted: bool,
     ) -> None:
         self.name = name
+        self.numa = numa
         self.identity = identity
         self.adopted = adopted
         self.adopted_bytes = fds.used_bytes if adopted else 0
@@ -146,12 +168,19 @@ class Arena:
 
     @classmethod
     def open(
-        cls, home: ArenaHome, name: str, budget_bytes: int, store: bytes, boot_id: str
+        cls,
+        home: ArenaHome,
+        name: str,
+        budget_bytes: int,
+        store: bytes,
+        boot_id: str,
+        numa: NodePolicy | None = None,
     ) -> Self:
         """Take over the arena that an earlier process left at ``home``, or make a new one there.
 
         Taken over is what was made for the same ``store`` (uuid, 16 bytes) and budget and, in
         memory, under the same boot of the kernel (``boot_id``). Takes no longer for big arenas.
+        ``numa``: on which nodes new pages shall lie.
 
         Raises TierFull if the home cannot hold the budget, ConfigError for a budget below 1,
         TierFailed if the files cannot be made.
@@ -170,13 +199,13 @@ class Arena:
                     if identity is not None:
                         _require_space(home, name, budget_bytes, left.used_bytes)
                         failing.pop_all()
-                        return cls(name, left, budget_bytes, identity, adopted=True)
+                        return cls(name, left, budget_bytes, identity, numa, adopted=True)
             home.drop(name)
             _require_space(home, name, budget_bytes, 0)
             identity = os.urandom(IDENTITY_BYTES)
             header = _header(budget_bytes, store, boot_id, identity)
             made = home.make(name, _payload_bytes(budget_bytes), header)
-            return cls(name, made, budget_bytes, identity, adopted=False)
+            return cls(name, made, budget_bytes, identity, numa, adopted=False)
         except OSError as error:
             raise TierFailed(f"cannot set up the {name} arena in {home}: {error}") from error
 
@@ -258,6 +287,64 @@ class Arena:
             except OSError as error:
                 raise TierFailed(f"cannot free slots of the {self.name} arena: {error}") from error
 
+    # --- memory -----------------------------------------------------------------------------------
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that the payload takes, in slots that hold something or not."""
+        return os.fstat(self.fd).st_blocks * _STAT_BLOCK
+
+    def last_backed(self, pool: int) -> int:
+        """The first slot from which on none of the pool has memory. Walks all pages of the pool.
+
+        Raises OSError.
+        """
+        start = pool * self.region_bytes
+        ranges = backed_ranges(self.fd, start, start + self.region_bytes)
+        end = max((stop for _, stop in ranges), default=start)
+        count, stride = self._pool(pool).slots.shape
+        return int(min(-(-(end - start) // stride), count))
+
+    def map_backed(self, pool: int, is_stopped: Callable[[], bool]) -> None:
+        """Map the memory that the pool has into this process. Raises OSError.
+
+        Without this each page is, when it is first used.
+        """
+        start, region = pool * self.region_bytes, self._pool(pool).region
+        for first, stop in backed_ranges(self.fd, start, start + self.region_bytes):
+            populate(region, first - start, stop - start, is_stopped)
+
+    def populate(self, pool: int, first: int, stop: int, is_stopped: Callable[[], bool]) -> None:
+        """Take the memory of slots ``first`` to ``stop`` and of their entries, whatever they hold.
+
+        Raises OSError: EFAULT if the file system is full.
+        """
+        known = self._pool(pool)
+        stride, entry = known.slots.shape[1], known.table.dtype.itemsize
+        populate(known.table_bytes, first * entry, stop * entry, is_stopped)
+        populate(known.region, first * stride, stop * stride, is_stopped)
+
+    def huge_bytes(self, pool: int, first: int, stop: int) -> int:
+        """How much of slots ``first`` to ``stop`` this process has mapped as huge pages.
+
+        0 if the kernel does not tell (Linux 6.7 does).
+        """
+        known = self._pool(pool)
+        stride = known.slots.shape[1]
+        try:
+            return huge_bytes(known.region, first * stride // PAGE * PAGE, stop * stride)
+        except OSError:
+            return 0
+
+    def give_back(self, pool: int, first: int, stop: int) -> None:
+        """Give the memory of slots ``first`` to ``stop`` back. They must hold nothing.
+
+        Raises OSError.
+        """
+        stride = self._pool(pool).slots.shape[1]
+        offset = pool * self.region_bytes + first * stride
+        punch_hole(self.fd, offset, (stop - first) * stride)
+
     def close(self) -> None:
         """Unmap and close the files, which stay. Views handed out keep their own mapping alive.
 
@@ -325,14 +412,27 @@ class Arena:
             self._table_fd, _round_up(max(count * dtype.itemsize, 1), PAGE), offset=offset
         )
         region = np.frombuffer(payload_map, np.uint8)
-        advise_huge_pages(region)
+        table_bytes = np.frombuffer(table_map, np.uint8)
+        self._advise(region, table_bytes)
         return _Pool(
             block_bytes=block_bytes,
             block_tokens=block_tokens,
             slots=region[: count * stride].reshape(count, stride),
             table=np.frombuffer(table_map, dtype, count) if count else np.zeros(0, dtype),
+            region=region,
+            table_bytes=table_bytes,
             maps=(payload_map, table_map),
         )
+
+    def _advise(self, region: U8, table: U8) -> None:
+        ask_for_huge_pages(region)
+        if self.numa is None:
+            return
+        try:
+            for mapped in (region, table):
+                self.numa.apply(mapped)
+        except OSError as error:
+            log.warning("the %s tier does not go to %s: %s", self.name, self.numa, error)
 
 
 def _round_up(value: int, align: int) -> int:

@@ -1,26 +1,19 @@
-"""Linux calls that Python's ``os`` and ``mmap`` lack, make while holding the GIL, or spell long."""
+"""Linux calls on files that Python's ``os`` lacks or spells long."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import os
 
-from tierkv.core.ids import U8
 from tierkv.core.spec import PAGE
+from tierkv.pages import check, libc
 
-# From linux/falloc.h, asm-generic/mman-common.h and linux/magic.h.
+# From linux/falloc.h and linux/magic.h.
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
-_MADV_HUGEPAGE = 14
 _TMPFS_MAGIC = 0x01021994
 _STATFS_BYTES_MAX = 512
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
 
 
 def punch_hole(fd: int, offset: int, length: int) -> None:
@@ -29,10 +22,7 @@ def punch_hole(fd: int, offset: int, length: int) -> None:
     Raises OSError.
     """
     mode = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
-    failed = _libc().fallocate(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(length))
-    if failed:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+    check(libc().fallocate(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(length)))
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:
@@ -42,12 +32,6 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def advise_huge_pages(mapped: U8) -> bool:
-    """Ask for huge pages behind a page-aligned mapping; False if the kernel refuses."""
-    address = ctypes.c_void_p(mapped.ctypes.data)
-    return bool(_libc().madvise(address, ctypes.c_size_t(mapped.nbytes), _MADV_HUGEPAGE) == 0)
 
 
 def takes_direct_io(directory: str | os.PathLike[str]) -> bool:
@@ -74,9 +58,9 @@ def is_tmpfs(place: str | os.PathLike[str] | int) -> bool:
     """
     answer = ctypes.create_string_buffer(_STATFS_BYTES_MAX)
     if isinstance(place, int):
-        failed = _libc().fstatfs(place, answer)
+        failed = libc().fstatfs(place, answer)
     else:
-        failed = _libc().statfs(os.fsencode(place), answer)
+        failed = libc().statfs(os.fsencode(place), answer)
     if failed:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(place))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import itertools
 import mmap
 import os
@@ -20,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from tierkv.pages import libc
 from tierkv.tiers.reads import Batches, Read, plain_read
 from tierkv.tiers.storage import BlockStorage
 
@@ -201,16 +201,11 @@ class RingReads:
         self._rings.clear()
 
 
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
 def _call(number: int, *arguments: int) -> int:
     """A system call, made without the interpreter lock. Raises OSError."""
     words = [ctypes.c_long(argument) for argument in arguments]
     while True:
-        result = _libc().syscall(ctypes.c_long(number), *words)
+        result = libc().syscall(ctypes.c_long(number), *words)
         if result >= 0:
             return int(result)
         code = ctypes.get_errno()
