@@ -118,10 +118,12 @@ def test_tables_for_people(tierkv: Run, daemon: Daemon) -> None:
         "blocks       1,234\n"
         "workers      2 connected, 2 leases, 1,003 sequences\n"
         "evictions    device>host 12\n"
+        "disk reads   no disk tier\n"
         "log          0 B in 0 segments, lsn 0 written, 0 durable\n"
         "checkpoint   3.50 s ago at lsn 77\n"
         "event loop   99.9% of turns within 0.00 us, the longest 0.00 us\n"
         "recovery     0 blocks kept, 0 lost, 0 records in 0.00 us\n"
+        "memory       none\n"
         "memory kept  device 3.00 MiB\n"
         "native       no: there was no compiler\n"
     )

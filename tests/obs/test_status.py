@@ -12,13 +12,14 @@ def test_keys() -> None:
     namespace = NamespaceStatus(id=1, model="m", dtype="float32", block_tokens=16, block_bytes=4096)
     plain = to_plain(StatusDocument(version="1", state="serving", namespaces=[namespace]))
     assert list(plain) == [
-        "version", "state", "epoch", "pid", "uptime_s", "durability", "socket", "tiers", "memory",
-        "blocks", "sequences", "leases", "fenced_blocks", "connections", "workers", "namespaces",
+        "version", "state", "epoch", "pid", "uptime_s", "durability", "socket", "native",
+        "native_missing", "tiers", "memory", "blocks", "sequences", "leases", "fenced_blocks", "connections", "workers", "namespaces",
         "prefix", "evictions", "wal", "recovery", "checkpoint", "loop",
     ]  # fmt: skip
     assert list(plain["tiers"]) == ["device", "host", "disk"]
     assert list(plain["tiers"]["host"]) == [
         "capacity_bytes", "used_bytes", "blocks", "free_ratio", "evictable_blocks", "state",
+        "io",
     ]  # fmt: skip
     assert list(plain["namespaces"][0]) == [
         "id", "model", "dtype", "block_tokens", "block_bytes",
