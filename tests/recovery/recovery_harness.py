@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from tierkv_wal import RealStorage
 
+from tests.tiers.sums import checksum
 from tierkv.config import schema
 from tierkv.core.counters import Counters
 from tierkv.core.ids import Tier
@@ -32,7 +33,7 @@ from tierkv.service.recovered import Recovered
 from tierkv.service.recovery import recover, unverified_rows
 from tierkv.service.snapshot import index_changes
 from tierkv.service.store import StateDirectory
-from tierkv.tiers.entry import checksum, split_hashes
+from tierkv.tiers.entry import split_hashes
 from tierkv.tiers.mover import Mover
 from tierkv.tiers.sizes import slot_bytes
 from tierkv.tiers.tables import ArenaTables

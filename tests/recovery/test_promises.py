@@ -13,6 +13,7 @@ from recovery_harness import SIZE, Daemon, Machine, chain_of, content
 from tierkv_wal import WalReader
 from tierkv_wal.storage import RealStorage
 
+from tests.tiers.sums import checksum
 from tierkv.core.effects import Move
 from tierkv.core.ids import Tier
 from tierkv.core.planner import RECORDS_PER_BLOCK_MAX, Limits
@@ -20,7 +21,6 @@ from tierkv.core.records import Kind
 from tierkv.errors import InvariantViolation, LimitExceeded, TierFailed
 from tierkv.service.engine import Engine
 from tierkv.service.journal import Journal
-from tierkv.tiers.entry import checksum
 from tierkv.tiers.mover import Mover
 from tierkv.tiers.tables import ArenaTables
 
