@@ -81,7 +81,7 @@ class KVCacheManager:
         for arena in self._arenas.values():
             arena.add_pool(0, shape.block_bytes, shape.block_tokens)
         self.counters = Counters()
-        self.state = State(budgets, slot_bytes)
+        self.state = State(budgets, slot_bytes, loops().table)
         placement = Placement(
             self.state,
             ArenaTables(self._arenas),

@@ -109,8 +109,8 @@ UNCHECKED = (
     ),
     Edit(
         "tierkv.core.matching",
-        "                good[here] = same\n",
-        "                pass\n",
+        "                    good[here] = same.all(1) & extras\n",
+        "                    pass\n",
     ),
 )
 """Whatever a slot on disk holds is served: the rules about overwriting show only so."""

@@ -69,7 +69,7 @@ class PagedPool:
             )
         if not len(k):
             return
-        sequence.require_writable(first_token, len(k))
+        sequence.about_to_write(first_token, len(k))
         positions = torch.arange(first_token, first_token + len(k))
         table = torch.tensor(sequence.table, dtype=torch.int64)
         slots = table[positions // spec.block_tokens].unsqueeze(1)

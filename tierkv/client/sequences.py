@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tierkv.client.copying import WrittenSums, rows_of
 from tierkv.client.core import Steps, expect
 from tierkv.client.tokens import TokenIds, token_array
 from tierkv.core.ids import U8, U32, U64
@@ -89,6 +90,7 @@ class SequenceCore:
         self._asked_to_suspend = False
         self._tokens: U32 = np.empty(TOKENS_MIN, np.uint32)
         self._hashes = bytearray()
+        self._written = WrittenSums()
         self._extras: U64 = np.empty(0, np.uint64)
         self._offered = (np.empty(0, np.uint32), b"")
         """Tokens that this sequence will most likely have, and their blocks' chain hashes."""
@@ -193,6 +195,42 @@ class SequenceCore:
                 "fork() or truncate()"
             )
 
+    def about_to_write(self, first_token: int, count: int) -> None:
+        """``require_writable``, and no checksum of these tokens' blocks holds any more."""
+        self.require_writable(first_token, count)
+        first = first_token // self.block_tokens
+        self._written.forget(first, -(-(first_token + count) // self.block_tokens) - first)
+
+    # --- whole blocks, by copy --------------------------------------------------------------------
+
+    def write_blocks(self, first: int, data: Any) -> int:
+        """Copy whole blocks into the slots of blocks ``first`` on; returns how many."""
+        rows = rows_of("data", data, self.namespace.spec.block_bytes)
+        self.about_to_write(first * self.block_tokens, len(rows) * self.block_tokens)
+        slots = self.table[first : first + len(rows)]
+        sums = self.client.loops.copy_in(self.payload, slots, rows)
+        self._written.remember(first, slots, sums)
+        return len(rows)
+
+    def read_blocks(self, first: int, out: Any) -> int:
+        """Fill ``out`` from the slots of blocks ``first`` on; returns how many."""
+        rows = rows_of("out", out, self.namespace.spec.block_bytes, writable=True)
+        self.require_active()
+        held = min(-(-self.num_tokens // self.block_tokens), len(self.table))
+        if first < 0 or first + len(rows) > held:
+            raise InvalidArgument(
+                f"blocks {first} to {first + len(rows) - 1} of sequence {self.number} cannot be "
+                f"read, it has {held} with tokens in them: ask for fewer, or wait() for those "
+                "that are still coming"
+            )
+        self.client.loops.copy_out(self.payload, self.table[first : first + len(rows)], rows)
+        return len(rows)
+
+    @property
+    def payload(self) -> U8:
+        """All slots without their padding (u8 [slots, block_bytes])."""
+        return self.namespace.pool[:, : self.namespace.spec.block_bytes]
+
     # --- what the daemon says ---------------------------------------------------------------------
 
     def adopt(self, slots: bytes, sealed: int, *, suspended: bool = False) -> None:
@@ -296,7 +334,7 @@ class SequenceCore:
             first,
             hashes,
             tokens.tobytes(),
-            self._checksums(self.table[first:full]),
+            self._checksums(first, self.table[first:full]),
             extras_blob(self._extras, first, full - first),
         )
 
@@ -318,9 +356,11 @@ class SequenceCore:
         chain_hashes = self.client.loops.chain_hashes
         return chain_hashes(before, tokens, self.block_tokens, extras).tobytes()
 
-    def _checksums(self, slots: I32) -> bytes:
-        payload = self.namespace.pool[:, : self.namespace.spec.block_bytes]
-        return self.client.loops.checksums(payload, slots).tobytes()
+    def _checksums(self, first: int, slots: I32) -> bytes:
+        sums, known = self._written.find(first, slots)
+        if not known.all():
+            sums[~known] = self.client.loops.checksums(self.payload, slots[~known])
+        return sums.tobytes()
 
     def truncate(self, n_tokens: int) -> Steps[None]:
         """Keep the first ``n_tokens`` tokens."""
@@ -347,6 +387,7 @@ class SequenceCore:
         self.require_active()
         yield from self._seal_full()
         self.writable_end = 0
+        self._written.forget_all()
         with self.client.opening_sequence() as number:
 
             def ask() -> Request:
@@ -408,6 +449,7 @@ class SequenceCore:
         self._tokens = self._tokens[: max(n_tokens, TOKENS_MIN)].copy()
         self.num_tokens = n_tokens
         self.writable_end = 0
+        self._written.forget_all()
         self.sealed = min(self.sealed, full)
         self._asked_to_seal = min(self._asked_to_seal, self.sealed)
         del self._hashes[full * HASH_BYTES :]

@@ -83,6 +83,28 @@ class SequenceViews:
         """True once the daemon no longer holds it: begin again with ``tokens``."""
         return self._core.lost
 
+    def write_blocks(self, first_block: int, data: Any) -> int:
+        """Copy whole blocks into reserved ones, from block ``first_block`` on; returns how many.
+
+        ``data``: u8 [n, spec.block_bytes], or anything whose contiguous memory holds n blocks (an
+        array of any dtype, bytes, a CPU tensor's ``.view(torch.uint8).numpy()``). One call copies
+        all of it and frees the GIL. Each block's checksum is computed while its bytes pass, and
+        used by ``append``. So do not write into these blocks through views of the pool between
+        this and ``append``: the checksum would not fit, and the block be lost to everyone, as a
+        miss. Writing again by this, or by ``Namespace.write``, is fine.
+
+        Raises InvalidArgument unless the blocks are reserved, and LeaseLost.
+        """
+        return self._core.write_blocks(first_block, data)
+
+    def read_blocks(self, first_block: int, out: Any) -> int:
+        """Fill ``out`` with whole blocks from block ``first_block`` on; returns how many.
+
+        ``out``: as ``data`` of ``write_blocks``, and writable. One call copies all of it and frees
+        the GIL. Raises InvalidArgument unless the blocks have tokens and are there, and LeaseLost.
+        """
+        return self._core.read_blocks(first_block, out)
+
 
 class NamespaceViews:
     """One model shard's blocks in the mapped arena.

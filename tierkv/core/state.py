@@ -120,9 +120,17 @@ SlotBytes = Callable[[Tier, PoolShape], int]
 
 
 class State:
-    """Blocks, block tables, leases, namespaces, and which slot of which tier holds what."""
+    """Blocks, block tables, leases, namespaces, and which slot of which tier holds what.
 
-    def __init__(self, budgets: dict[Tier, int], slot_bytes: SlotBytes) -> None:
+    ``table`` makes the table from hashes to rows.
+    """
+
+    def __init__(
+        self,
+        budgets: dict[Tier, int],
+        slot_bytes: SlotBytes,
+        table: Callable[[], HashTable] = HashTable,
+    ) -> None:
         self.budgets = budgets
         self._slot_bytes = slot_bytes
         smallest = PoolShape(1, 1)
@@ -130,7 +138,7 @@ class State:
         self.rows_room = min(copies_max, ROWS_MAX)
         """Room for so many rows is set aside: what the budgets can hold, most often far more."""
         self.blocks = Blocks(self.rows_room)
-        self.index = HashTable()
+        self.index = table()
         self.row_set = SlotSet(ROWS_MAX, self.rows_room)
         self.pools: list[PoolShape] = []
         self.slots: dict[tuple[Tier, int], SlotSet] = {}

@@ -7,6 +7,8 @@ of bytes objects at random keys, and no Python object per block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from tierkv.core.ids import I64, U32, U64, Bool
@@ -38,10 +40,12 @@ class HashTable:
     where tombstones take the places of rows that have left.
     """
 
-    def __init__(self, places: int = 1024) -> None:
-        self._now = _Places(places)
-        self._old: _Places | None = None
-        self._next: _Places | None = None
+    def __init__(self, places: int = 1024, array: Callable[[int], Places] | None = None) -> None:
+        """``array`` makes arrays of so many places; they are numpy's if it is left out."""
+        self._array = array or Places
+        self._now = self._array(places)
+        self._old: Places | None = None
+        self._next: Places | None = None
         self._count = 0
 
     def __len__(self) -> int:
@@ -61,7 +65,7 @@ class HashTable:
         """
         places = len(self._now.values)
         if self._next is None and self._count > PREPARE * LOAD_MAX * places:
-            self._next = _Places(2 * places)
+            self._next = self._array(2 * places)
         return [self._next.values] if self._next is not None else []
 
     def get(self, hi: U64, lo: U64, column_hi: U64, column_lo: U64) -> I64:
@@ -89,18 +93,16 @@ class HashTable:
         if not len(rows):
             return
         self._make_room(len(rows), column_lo)
-        self._now.put(rows, column_lo[rows])
+        self._now.put(rows, column_lo)
         self._count += len(rows)
 
     def remove(self, rows: I64, column_hi: U64, column_lo: U64) -> None:
         """Remove rows that are present under their own hash. Mutates the table."""
         if not len(rows):
             return
-        found, moved = self._now.remove(rows, column_lo[rows])
-        self._now.put(moved, column_lo[moved])
+        found = self._now.remove(rows, column_lo)
         if self._old is not None:
-            rest = rows[~found]
-            self._old.bury(rest, column_lo[rest])
+            self._old.bury(rows[~found], column_lo)
         self._count -= len(rows)
 
     def _make_room(self, extra: int, column_lo: U64) -> None:
@@ -112,20 +114,20 @@ class HashTable:
                 self._sweep(self._old, len(self._old.values), column_lo)
             is_prepared = self._next is not None and len(self._next.values) == places
             self._old = self._now
-            self._now = self._next if self._next and is_prepared else _Places(places)
+            self._now = self._next if self._next and is_prepared else self._array(places)
             self._next = None
         if self._old is not None:
             self._sweep(self._old, SWEEP * extra + SWEEP_MIN, column_lo)
 
-    def _sweep(self, old: _Places, count: int, column_lo: U64) -> None:
+    def _sweep(self, old: Places, count: int, column_lo: U64) -> None:
         """Move the rows in the next ``count`` places of the old array to the new one."""
         rows = old.sweep(count)
-        self._now.put(rows, column_lo[rows])
+        self._now.put(rows, column_lo)
         if old.swept == len(old.values):
             self._old = None
 
 
-class _Places:
+class Places:
     """One array of places, its length a power of two. A row lies at the first free place from its
     hash's low bits on."""
 
@@ -167,10 +169,10 @@ class _Places:
             place = (place + 1) & int(self._mask)
         return -1
 
-    def put(self, rows: I64, lo: U64) -> None:
-        """Add rows; ``lo`` [n] are the low halves of their hashes. Mutates."""
+    def put(self, rows: I64, column_lo: U64) -> None:
+        """Add rows that are not there. Mutates."""
         mask = int(self._mask)
-        place = (lo & self._mask).astype(np.int64)
+        place = (column_lo[rows] & self._mask).astype(np.int64)
         value = (rows + 1).astype(np.uint32)
         pending = np.arange(len(rows))
         while pending.size:
@@ -183,13 +185,13 @@ class _Places:
             pending = np.concatenate([pending[~free], contenders[~won]])
             place[pending] = (place[pending] + 1) & mask
 
-    def remove(self, rows: I64, lo: U64) -> tuple[Bool, I64]:
-        """Remove rows; returns which were there (shape [n]), and rows to put again. Mutates.
+    def remove(self, rows: I64, column_lo: U64) -> Bool:
+        """Remove rows; returns which were there, shape [n]. Mutates. Not for swept arrays.
 
         What lies behind a row up to an empty place may have its own place before it, so all of that
-        is taken out, too: a tombstone in its stead would stay for good.
+        is taken out and put again: a tombstone in the row's stead would stay for good.
         """
-        there, at = self._find(rows, lo)
+        there, at = self._find(rows, column_lo[rows])
         self.values[at] = EMPTY
         moved = []
         while at.size:
@@ -198,7 +200,9 @@ class _Places:
             at, value = at[value != EMPTY], value[value != EMPTY]
             self.values[at] = EMPTY
             moved.append(value)
-        return there, np.concatenate([np.zeros(0, np.int64), *moved]).astype(np.int64) - 1
+        behind = np.concatenate([np.zeros(0, np.int64), *moved]).astype(np.int64) - 1
+        self.put(behind, column_lo)
+        return there
 
     def sweep(self, count: int) -> I64:
         """Empty the next ``count`` places; returns the rows that were there. Mutates."""
@@ -208,9 +212,9 @@ class _Places:
         self.swept += len(part)
         return rows
 
-    def bury(self, rows: I64, lo: U64) -> None:
+    def bury(self, rows: I64, column_lo: U64) -> None:
         """Remove rows that are there; tombstones take their places. Mutates."""
-        _, at = self._find(rows, lo)
+        _, at = self._find(rows, column_lo[rows])
         self.values[at] = TOMBSTONE
 
     def _find(self, rows: I64, lo: U64) -> tuple[Bool, I64]:

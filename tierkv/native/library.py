@@ -16,9 +16,38 @@ VARIABLE = "TIERKV_NATIVE"
 
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_size_t
-_U32 = ctypes.c_uint32
-_MATRIX: list[Any] = [_POINTER, _SIZE, _SIZE]
+_MATRIX = (_POINTER, _SIZE, _SIZE)
 """Its address, the bytes from one row to the next, and how many rows it has."""
+_U32 = ctypes.c_uint32
+_U64 = ctypes.c_uint64
+_PLACES = (_POINTER, _U64)
+"""Of a hash table: their address, and the mask of hashes."""
+_COLUMN = (_POINTER, _SIZE)
+"""Its address, and how many elements it has."""
+
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "tierkv_chain_hashes": (
+        None,
+        (_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER),
+    ),
+    "tierkv_checksums": (ctypes.c_int, (*_MATRIX, _POINTER, _SIZE, _SIZE, _POINTER)),
+    "tierkv_checks": (None, (*_MATRIX, _SIZE, _POINTER)),
+    "tierkv_copy": (
+        ctypes.c_int,
+        (*_MATRIX, _POINTER, *_MATRIX, _POINTER, _SIZE, _SIZE, _POINTER),
+    ),
+    "tierkv_entries": (
+        ctypes.c_int,
+        (*_MATRIX, _POINTER, _SIZE, _POINTER, _U32, _U32, ctypes.c_char_p, _POINTER),
+    ),
+    "tierkv_places_get": (
+        ctypes.c_int,
+        (*_PLACES, _U64, _POINTER, *_COLUMN, _POINTER, _POINTER, _SIZE, _POINTER),
+    ),
+    "tierkv_places_put": (ctypes.c_int, (*_PLACES, *_COLUMN, _POINTER, _SIZE)),
+    "tierkv_places_remove": (ctypes.c_int, (*_PLACES, *_COLUMN, _POINTER, _SIZE, _POINTER)),
+}
+"""What they return, and what they take."""
 
 
 class NoLibrary(Exception):
@@ -32,7 +61,7 @@ class NoLibrary(Exception):
 class Library:
     """The library's functions. Memory and sizes are for the caller to check.
 
-    Those of ``bytes`` free the GIL. Those of ``quick`` do not: they take microseconds, and in a
+    By ``bytes`` they free the GIL. By ``quick`` they do not: for what takes microseconds, for in a
     process with busy threads it may take a thousand times as long to get it back.
     """
 
@@ -56,27 +85,10 @@ class Library:
             raise NoLibrary(f"{path} was made from other sources: install tierkv again, or make")
 
     def _declare(self) -> None:
-        functions: list[tuple[Any, Any, list[Any]]] = [
-            (
-                *(self.bytes.tierkv_chain_hashes, None),
-                [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER],
-            ),
-            (
-                *(self.bytes.tierkv_checksums, ctypes.c_int),
-                [*_MATRIX, _POINTER, _SIZE, _SIZE, _POINTER],
-            ),
-            (
-                *(self.bytes.tierkv_copy, ctypes.c_int),
-                [*_MATRIX, _POINTER, *_MATRIX, _POINTER, _SIZE, _SIZE, _POINTER],
-            ),
-            (self.quick.tierkv_checks, None, [*_MATRIX, _SIZE, _POINTER]),
-            (
-                *(self.quick.tierkv_entries, ctypes.c_int),
-                [*_MATRIX, _POINTER, _SIZE, _POINTER, _U32, _U32, ctypes.c_char_p, _POINTER],
-            ),
-        ]
-        for function, result, arguments in functions:
-            function.restype, function.argtypes = result, arguments
+        for library in (self.bytes, self.quick):
+            for name, (result, arguments) in _FUNCTIONS.items():
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, arguments
 
 
 def load(environ: Mapping[str, str] = os.environ, path: Path = LIBRARY) -> Library:

@@ -18,8 +18,11 @@ import xxhash
 
 from tierkv.core import prefix
 from tierkv.core.ids import U8, U32, U64
+from tierkv.core.table import HashTable
 from tierkv.errors import require
 from tierkv.native.library import Library, NoLibrary, load
+from tierkv.native.memory import address
+from tierkv.native.table import NativePlaces
 
 DIGEST_BYTES = 16
 CHECKED_MIN = 17
@@ -78,6 +81,10 @@ class Loops(Protocol):
 
         ``table``: u8 [rows, entry bytes], contiguous. ``tiers.entry`` describes the format.
         """
+        ...
+
+    def table(self) -> HashTable:
+        """A new, empty hash table."""
         ...
 
 
@@ -162,6 +169,10 @@ class PythonLoops:
         words[:, -1] = self.checks(rows[:, :-CHECK_BYTES])
         table.view("<u8")[slots] = words
 
+    def table(self) -> HashTable:
+        """See Loops."""
+        return HashTable()
+
 
 class NativeLoops:
     """One call of the library for all blocks."""
@@ -184,10 +195,10 @@ class NativeLoops:
             keys = np.ascontiguousarray(extras, np.uint64)
         hashes = np.empty((blocks, prefix.HASH_BYTES), np.uint8)
         self._library.bytes.tierkv_chain_hashes(
-            *(seed, _address(ids), blocks, 4 * block_tokens),
-            None if keys is None else _address(keys),
+            *(seed, address(ids), blocks, 4 * block_tokens),
+            None if keys is None else address(keys),
             ctypes.create_string_buffer(prefix.HASH_BYTES + 4 * block_tokens + EXTRA_BYTES),
-            _address(hashes),
+            address(hashes),
         )
         return hashes
 
@@ -196,8 +207,8 @@ class NativeLoops:
         numbers = _numbers(slots)
         sums = np.empty((len(slots), DIGEST_BYTES), np.uint8)
         failed = self._library.bytes.tierkv_checksums(
-            *(*_matrix(pool), _address(numbers)),
-            *(len(slots), pool.shape[1], _address(sums)),
+            *(*_matrix(pool), address(numbers)),
+            *(len(slots), pool.shape[1], address(sums)),
         )
         require(not failed, IN_POOL)
         return sums
@@ -222,7 +233,7 @@ class NativeLoops:
         """See Loops."""
         require(rows.shape[1] >= CHECKED_MIN, "rows have more than 16 bytes")
         found = np.empty(len(rows), np.uint64)
-        self._library.quick.tierkv_checks(*_matrix(rows), rows.shape[1], _address(found))
+        self._library.quick.tierkv_checks(*_matrix(rows), rows.shape[1], address(found))
         return found
 
     def write_entries(self, table: U8, slots: Slots, entries: EntryColumns) -> None:
@@ -238,14 +249,18 @@ class NativeLoops:
             require(tokens.shape == (len(slots), entries.block_tokens), "tokens for each entry")
         given = [column for column in columns if column is not None]
         require(all(len(column) == len(slots) for column in given), "a value for each entry")
-        addresses = [0 if column is None else _address(column) for column in columns]
+        addresses = [0 if column is None else address(column) for column in columns]
         failed = self._library.quick.tierkv_entries(
-            *(*_matrix(table), _address(numbers), len(slots)),
+            *(*_matrix(table), address(numbers), len(slots)),
             (ctypes.c_void_p * len(addresses))(*addresses),
             *(entries.length, entries.block_tokens, entries.digest),
-            None if tokens is None else _address(tokens),
+            None if tokens is None else address(tokens),
         )
         require(not failed, IN_POOL)
+
+    def table(self) -> HashTable:
+        """See Loops."""
+        return HashTable(array=functools.partial(NativePlaces, self._library))
 
     def _copy(
         self,
@@ -263,9 +278,9 @@ class NativeLoops:
         targets = None if to_slots is None else _numbers(to_slots)
         sources = None if source_slots is None else _numbers(source_slots)
         failed = self._library.bytes.tierkv_copy(
-            *(*_matrix(to), None if targets is None else _address(targets)),
-            *(*_matrix(source), None if sources is None else _address(sources)),
-            *(count, to.shape[1], None if sums is None else _address(sums)),
+            *(*_matrix(to), None if targets is None else address(targets)),
+            *(*_matrix(source), None if sources is None else address(sources)),
+            *(count, to.shape[1], None if sums is None else address(sums)),
         )
         require(not failed, IN_POOL)
 
@@ -282,15 +297,6 @@ def loops() -> Loops:
         level = logging.INFO if error.wanted else logging.WARNING
         log.log(level, "hot loops run in Python, several times slower: %s", error)
         return PythonLoops(str(error))
-
-
-def _address(array: npt.NDArray[Any]) -> int:
-    """Where a contiguous array lies."""
-    try:
-        # Three times as fast as asking numpy; only for what is writable and not empty.
-        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
-    except (TypeError, ValueError):
-        return array.ctypes.data
 
 
 def _matrix(matrix: U8) -> tuple[int, int, int]:

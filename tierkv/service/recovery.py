@@ -28,6 +28,7 @@ from tierkv.core.records import RECORD
 from tierkv.core.replay import replay
 from tierkv.core.state import State
 from tierkv.errors import CorruptionError, InvariantViolation
+from tierkv.native.loops import loops
 from tierkv.service.machine import CheckpointIndex, Machine, RealMachine
 from tierkv.service.rebuild import FoundCopies, LastWords, read_arena, read_disk, rebuild
 from tierkv.service.recovered import Recovered, RecoveryReport
@@ -109,7 +110,8 @@ def load(site: Site, index: CheckpointIndex) -> Loaded:
     contents = read_checkpoint(site, index)
     budgets = budgets_of(site.config)
     old = {tier: int(contents.meta.get(f"{tier.label}_bytes", budgets[tier])) for tier in Tier}
-    state = State({tier: max(old[tier], budgets[tier]) for tier in Tier}, slot_bytes)
+    kept = {tier: max(old[tier], budgets[tier]) for tier in Tier}
+    state = State(kept, slot_bytes, loops().table)
     specs = restore(state, contents)
     reader = site.open_log(int(contents.meta.get("checkpoint_lsn", 0)))
     records = _replay(state, reader.frames(), site.progress)
@@ -209,7 +211,7 @@ def rescue(site: Site, index: CheckpointIndex) -> Loaded:
                 found, disk, lambda at, of: site.progress(f"reading slot headers, {at} of {of}")
             )
     rebuilt = rebuild(found.all(), found.shapes, words)
-    state = State(budgets, slot_bytes)
+    state = State(budgets, slot_bytes, loops().table)
     for records in rebuilt.records:
         state.apply(records)
     log.warning(

@@ -1,0 +1,64 @@
+"""The places of ``core.table``'s hash table, probed and filled by the library."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from tierkv.core.ids import I64, U64, Bool
+from tierkv.core.table import Places
+from tierkv.errors import require
+from tierkv.native.library import Library
+from tierkv.native.memory import address
+
+QUICK_ROWS_MAX = 1 << 16
+"""More rows than this are worth giving the GIL away for."""
+
+FITS = "the hash table's rows are in its columns"
+
+
+class NativePlaces(Places):
+    """The same places; each call is one call of the library."""
+
+    def __init__(self, library: Library, count: int) -> None:
+        super().__init__(count)
+        self._library = library
+
+    def get(self, hi: U64, lo: U64, column_hi: U64, column_lo: U64) -> I64:
+        """See Places."""
+        require(len(hi) == len(lo) and len(column_hi) == len(column_lo), "keys have two halves")
+        hi, lo = np.ascontiguousarray(hi, np.uint64), np.ascontiguousarray(lo, np.uint64)
+        found = np.empty(len(lo), np.int64)
+        failed = self._by(len(lo)).tierkv_places_get(
+            *(*self._memory(), self.swept),
+            *(address(column_hi), address(column_lo), len(column_lo)),
+            *(address(hi), address(lo), len(lo), address(found)),
+        )
+        require(not failed, FITS)
+        return found
+
+    def put(self, rows: I64, column_lo: U64) -> None:
+        """See Places."""
+        rows = np.ascontiguousarray(rows, np.int64)
+        failed = self._by(len(rows)).tierkv_places_put(
+            *self._memory(), *(address(column_lo), len(column_lo), address(rows), len(rows))
+        )
+        require(not failed, FITS)
+
+    def remove(self, rows: I64, column_lo: U64) -> Bool:
+        """See Places."""
+        rows = np.ascontiguousarray(rows, np.int64)
+        there = np.empty(len(rows), np.bool_)
+        failed = self._by(len(rows)).tierkv_places_remove(
+            *self._memory(),
+            *(address(column_lo), len(column_lo), address(rows), len(rows), address(there)),
+        )
+        require(not failed, FITS)
+        return there
+
+    def _memory(self) -> tuple[int, int]:
+        return address(self.values), len(self.values) - 1
+
+    def _by(self, rows: int) -> ctypes.CDLL:
+        return self._library.quick if rows <= QUICK_ROWS_MAX else self._library.bytes
