@@ -232,8 +232,7 @@ class State:
 
     def rows_in(self, tier: Tier) -> I64:
         """All rows with a copy in the tier, shape [n]."""
-        rows = self.live_rows()
-        return rows[self.blocks.has_copy(rows, tier)]
+        return self.blocks.rows_in(tier)
 
     def resize(self, budgets: dict[Tier, int]) -> None:
         """Take new budgets, after recovery; no copy may lie beyond them. Mutates."""
