@@ -23,6 +23,9 @@ from tierkv.errors import InvariantViolation, require
 
 ROWS_MAX = 2**32 - 2
 
+DIRTY_ARRAYS_MAX = 512
+"""Changes of a row or two are gathered: a checkpoint that finds thousands of arrays takes long."""
+
 
 @dataclass(frozen=True)
 class PoolShape:
@@ -302,6 +305,8 @@ class State:
     def touch_rows(self, rows: I64) -> None:
         """What the checkpoint stores of these rows has changed. Mutates."""
         self._dirty_rows.append(rows)
+        if len(self._dirty_rows) > DIRTY_ARRAYS_MAX:
+            self._dirty_rows = [np.concatenate(self._dirty_rows)]
 
     def touch_sequence(self, identity: int) -> None:
         """What the checkpoint stores of a sequence has changed. Mutates."""

@@ -17,9 +17,6 @@ TOMBSTONE = 0xFFFFFFFF
 LOAD_MAX = 0.5
 FIRST_PROBE = 64
 
-PART = 16_384
-"""Hashes that are looked at together: what is known of so many fits the cache."""
-
 SWEEP = 4
 """Places of the old array that are emptied per row put while the table grows. At least 2, or it
 would have to grow again before that."""
@@ -69,10 +66,7 @@ class HashTable:
 
     def get(self, hi: U64, lo: U64, column_hi: U64, column_lo: U64) -> I64:
         """Rows of the hashes (shape [n] each), -1 where absent. Mutates nothing."""
-        rows = np.empty(len(hi), np.int64)
-        for at in range(0, len(hi), PART):
-            part = slice(at, at + PART)
-            rows[part] = self._now.get(hi[part], lo[part], column_hi, column_lo)
+        rows = self._now.get(hi, lo, column_hi, column_lo)
         if self._old is not None:
             missing = np.flatnonzero(rows < 0)
             rows[missing] = self._old.get(hi[missing], lo[missing], column_hi, column_lo)
@@ -95,9 +89,7 @@ class HashTable:
         if not len(rows):
             return
         self._make_room(len(rows), column_lo)
-        for at in range(0, len(rows), PART):
-            part = rows[at : at + PART]
-            self._now.put(part, column_lo[part])
+        self._now.put(rows, column_lo[rows])
         self._count += len(rows)
 
     def remove(self, rows: I64, column_hi: U64, column_lo: U64) -> None:
