@@ -40,6 +40,8 @@ _HAS = [(_WHERE & bit) != 0 for bit in _PRESENT]
 _BEST = np.array([min((t for t in Tier if w >> t & 1), default=len(Tier)) for w in _WHERE.tolist()])
 # Looked up, not computed: on few rows an arithmetic call of numpy costs twice as much.
 
+_PART_ROWS = 4096
+
 SLOT_FIELDS = ("slot_device", "slot_host", "slot_disk")
 
 
@@ -168,6 +170,10 @@ class Blocks:
         """Which of the rows have a copy anywhere, shape [n]."""
         return self._where[rows].astype(np.bool_)
 
+    def rows_in(self, tier: Tier) -> I64:
+        """All rows that have a copy in the tier, ascending."""
+        return np.flatnonzero(self._where & _PRESENT[tier])
+
     def best_tier(self, rows: I64) -> I64:
         """Fastest tier that holds each row, shape [n]; len(Tier) where there is none."""
         return _BEST[self._where[rows]]
@@ -188,6 +194,11 @@ class Blocks:
         if not len(rows):
             return
         self.ensure(widest(rows))
+        # A part fits the cache: every field reads all of it.
+        for at in range(0, len(rows), _PART_ROWS):
+            self._restore(rows[at : at + _PART_ROWS], values[at : at + _PART_ROWS])
+
+    def _restore(self, rows: I64, values: np.ndarray[tuple[int], np.dtype[np.void]]) -> None:
         for name in ("id", "parent", "hash_hi", "hash_lo", "sum_hi", "sum_lo"):
             getattr(self, name)[rows] = values[name]
         self.namespace[rows] = values["namespace"]

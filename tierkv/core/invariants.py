@@ -43,17 +43,17 @@ def check_invariants(state: State) -> None:
 
 def _check_slots(state: State) -> list[tuple[int, str]]:
     broken = []
-    rows = state.live_rows()
     blocks = state.blocks
     for tier in Tier:
-        for pool, members in state.by_pool(rows[blocks.has_copy(rows, tier)]):
+        held = set()
+        for pool, members in state.by_pool(state.rows_in(tier)):
+            held.add(pool)
             slots = np.sort(blocks.slot[tier][members])
             used = state.slots[tier, pool].used()
             if not np.array_equal(slots, used):
                 broken.append(
                     (1, f"{tier.label} pool {pool}: {len(slots)} copies, {len(used)} used")
                 )
-        held = {pool for pool, _ in state.by_pool(rows[blocks.has_copy(rows, tier)])}
         broken += [
             (1, f"{tier.label} pool {pool}: slots used by nobody")
             for (of, pool), slots in state.slots.items()

@@ -23,6 +23,9 @@ from tierkv.errors import InvariantViolation, require
 
 ROWS_MAX = 2**32 - 2
 
+DIRTY_ARRAYS_MAX = 512
+"""Changes of a row or two are gathered: a checkpoint that finds thousands of arrays takes long."""
+
 
 @dataclass(frozen=True)
 class PoolShape:
@@ -240,8 +243,7 @@ class State:
 
     def rows_in(self, tier: Tier) -> I64:
         """All rows with a copy in the tier, shape [n]."""
-        rows = self.live_rows()
-        return rows[self.blocks.has_copy(rows, tier)]
+        return self.blocks.rows_in(tier)
 
     def resize(self, budgets: dict[Tier, int]) -> None:
         """Take new budgets, after recovery; no copy may lie beyond them. Mutates."""
@@ -311,6 +313,8 @@ class State:
     def touch_rows(self, rows: I64) -> None:
         """What the checkpoint stores of these rows has changed. Mutates."""
         self._dirty_rows.append(rows)
+        if len(self._dirty_rows) > DIRTY_ARRAYS_MAX:
+            self._dirty_rows = [np.concatenate(self._dirty_rows)]
 
     def touch_sequence(self, identity: int) -> None:
         """What the checkpoint stores of a sequence has changed. Mutates."""

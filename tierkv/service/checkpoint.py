@@ -22,8 +22,9 @@ from tierkv.tiers.index import IndexChanges
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-DIRTY_ROWS_MAX = 50_000
-"""Changed rows that ask for a checkpoint: bounds the copy on the loop and the commit."""
+DIRTY_ROWS_MAX = 16_000
+"""Changed rows that ask for a checkpoint: bounds the copy on the loop, to a millisecond or so, and
+the commit."""
 
 FRAMES_MAX = 32_000
 """Log frames that ask for a checkpoint: bounds the reading of the log after a crash, which takes

@@ -113,7 +113,6 @@ class _Daemon:
     async def run(self) -> int:
         self._handle_signals()
         with contextlib.ExitStack() as leaving:
-            leaving.enter_context(watched_collector(self._metrics.gc_pause))
             directory = StateDirectory.open(Path(self._config.server.state_dir))
             leaving.callback(directory.close)
             inherited = inherited_descriptors(os.environ)
@@ -198,13 +197,14 @@ class _Daemon:
         keep_objects()
         self._lifecycle.enter(DaemonState.SERVING)
         self._announce(recovered, metrics_port)
-        await self._until_stopped(
-            listener.serve(),
-            parts.engine.write_behind(),
-            parts.prefault.run(),
-            self._tick(recovered.writer, ballast, parts.checkpointer, parts.planner.placement),
-            watch_loop(self._metrics.loop_turn, self._metrics.loop_delay),
-        )
+        with watched_collector(self._metrics.gc_pause):
+            await self._until_stopped(
+                listener.serve(),
+                parts.engine.write_behind(),
+                parts.prefault.run(),
+                self._tick(recovered.writer, ballast, parts.checkpointer, parts.planner.placement),
+                watch_loop(self._metrics.loop_turn, self._metrics.loop_delay),
+            )
         self._lifecycle.enter(DaemonState.DRAINING)
         log.info("stopping: what is only in RAM goes to disk")
         self._notifier.send("STOPPING=1", "STATUS=draining")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import functools
 import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
+
 from tierkv.core.space import Memory
-from tierkv.core.spec import PAGE
 from tierkv.obs.histogram import Histogram
+from tierkv.pages import PAGE_BYTES, populate
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep the interpreter: bounds how late the loop wakes up."""
@@ -22,12 +22,6 @@ SWITCH_INTERVAL_S = 0.0005
 GC_THRESHOLDS = (50_000, 50, 1000)
 """Objects that survive, and runs over younger ones, until the collector looks: seldom, for what a
 request leaves behind is no garbage that it would have to find."""
-
-PIECE_BYTES = 2 << 20
-"""Pages that are taken at a time: nobody else can map memory meanwhile."""
-
-# From asm-generic/mman-common.h.
-_MADV_POPULATE_WRITE = 23
 
 LOOK_S = 0.01
 """How often a turn of the event loop is measured."""
@@ -73,17 +67,11 @@ def take_memory(parts: Iterable[Memory]) -> None:
     A page that is touched first takes microseconds, a huge one up to milliseconds.
     """
     for part in parts:
-        start = -(-part.ctypes.data // PAGE) * PAGE
-        stop = (part.ctypes.data + part.nbytes) // PAGE * PAGE
-        for at in range(start, stop, PIECE_BYTES):
-            # An older kernel refuses, and a request has to take the pages.
-            size = min(PIECE_BYTES, stop - at)
-            _libc().madvise(ctypes.c_void_p(at), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
+        part_bytes = part.view(np.uint8)
+        pages = part_bytes[-part_bytes.ctypes.data % PAGE_BYTES :]
+        # An older kernel refuses: then requests take the pages.
+        with contextlib.suppress(OSError):
+            populate(pages, 0, len(pages))
 
 
 async def watch_loop(

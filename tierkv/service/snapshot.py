@@ -62,7 +62,7 @@ def restore(state: State, contents: IndexContents) -> dict[int, bytes]:
     blocks.restore(rows, contents.values)
     state.row_set.take(rows)
     for tier in Tier:
-        for pool, members in state.by_pool(rows[blocks.has_copy(rows, tier)]):
+        for pool, members in state.by_pool(state.rows_in(tier)):
             state.slots[tier, pool].take(blocks.slot[tier][members].astype(np.int64))
     indexed = rows[(blocks.flags[rows] & INDEXED) != 0]
     state.index.put(indexed, blocks.hash_hi, blocks.hash_lo)

@@ -27,7 +27,7 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, islice
 from pathlib import Path
 
 import lmdb
@@ -174,16 +174,15 @@ class Index:
         with self._lock:
             try:
                 with self._env.begin() as txn:
-                    # Two passes, as a million tuples would keep the garbage collector busy.
-                    keys = list(txn.cursor(self._blocks).iternext(values=False))
-                    parts = list(txn.cursor(self._blocks).iternext(keys=False))
+                    chunks, table, bad = self._load_chunks(txn)
                     named = {name: list(txn.cursor(db)) for name, db in self._named.items()}
                     meta = list(txn.cursor(self._meta))
+                # Maps the file anew: what was read of it counts as this process's memory no more.
+                self._env.set_mapsize(self.map_bytes)
             except lmdb.Error as error:
                 raise TierFailed(
                     f"cannot read the index {self.path}: {error}", path=str(self.path)
                 ) from error
-        chunks, table, bad = _decode_chunks(keys, parts)
         live = np.flatnonzero(table["id"])
         rows = (chunks[live // _CHUNK_ROWS] * _CHUNK_ROWS + live % _CHUNK_ROWS).astype(np.uint32)
         tables: dict[str, dict[int, bytes]] = {}
@@ -194,7 +193,7 @@ class Index:
         sound_meta = _sound(_META, meta)
         return IndexContents(
             rows=rows,
-            values=take(table, live),
+            values=_values_at(table, live),
             sequences=tables["sequences"],
             leases=tables["leases"],
             namespaces=tables["namespaces"],
@@ -252,6 +251,23 @@ class Index:
                 txn.delete(key, db=self._blocks)
             cursor.putmulti(_encode_chunks(part[used], table[used]))
 
+    def _load_chunks(self, txn: lmdb.Transaction[bytes]) -> tuple[I64, Values, int]:
+        """All chunks as ``_decode_chunks`` has them, some at a time: the big arrays are made once.
+
+        To hold all the values that LMDB gives beside them would leave the heap as large for good.
+        """
+        count = txn.stat(self._blocks)["entries"]
+        chunks, table = np.empty(count, np.int64), np.empty(count * _CHUNK_ROWS, VALUE)
+        found = bad = 0
+        items = iter(txn.cursor(self._blocks))
+        while part := list(islice(items, _CHUNKS_AT_ONCE)):
+            numbers, values, more = _decode_chunks(*map(list, zip(*part, strict=True)))
+            stop = found + len(numbers)
+            chunks[found:stop] = numbers
+            table[found * _CHUNK_ROWS : stop * _CHUNK_ROWS] = values
+            found, bad = stop, bad + more
+        return chunks[:found], table[: found * _CHUNK_ROWS], bad
+
     def _read_chunks(self, cursor: lmdb.Cursor[bytes], chunks: I64) -> Values:
         """The values of chunks (ascending), shape [n, _CHUNK_ROWS]; zeros where there are none."""
         items = cursor.getmulti(_chunk_keys(chunks))
@@ -264,6 +280,12 @@ class Index:
         table = np.zeros((len(chunks), _CHUNK_ROWS), VALUE)
         table[np.searchsorted(chunks, found)] = stored.reshape(-1, _CHUNK_ROWS)
         return table
+
+
+def _values_at(table: Values, live: I64) -> Values:
+    """The values in these places, which ascend; not copied where no other lies before them."""
+    count = len(live)
+    return table[:count] if not count or live[-1] == count - 1 else take(table, live)
 
 
 def _verify(path: Path, data: Path) -> None:
