@@ -20,6 +20,7 @@ from tests.service.blocks import (
     tokens,
 )
 from tests.service.running import Daemon, running
+from tierkv.tiers.linux import takes_direct_io
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +154,23 @@ def test_without_a_host_tier() -> None:
         press(client, ns, 16, seed=2000)
         sleeper.resume()
         check(ns, sleeper)
+
+
+@pytest.mark.parametrize("direct", ["auto", "off"])
+def test_the_disk_is_read_as_configured_and_says_so(direct: str) -> None:
+    settings = sized(16, 0, 64, **{"disk.io": "threads", "disk.direct": direct})
+    with running(settings) as daemon, daemon.connect() as client:
+        goes_direct = direct == "auto" and takes_direct_io(daemon.state)
+        how = "direct" if goes_direct else "through the page cache"
+        assert client.stat()["tiers"]["disk"]["io"] == f"4 threads, {how}"
+        assert client.stat()["tiers"]["device"]["io"] == ""
+        ns = client.namespace(SPEC)
+        ids = tokens(8, seed=170)
+        store(ns, ids)
+        client.flush()
+        press(client, ns, 16, seed=1000)
+        assert ns.lookup(ids)[:4] == (8 * BLOCK, 0, 0, 8)
+        begin(ns, ids).end()
 
 
 def test_without_a_disk_tier() -> None:

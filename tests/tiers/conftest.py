@@ -17,6 +17,7 @@ from tierkv.tiers.arena import Arena
 from tierkv.tiers.arena_files import ArenaFiles
 from tierkv.tiers.disk_io import DiskIO, open_disk_io, serial_io
 from tierkv.tiers.entry import make_entries
+from tierkv.tiers.linux import takes_direct_io
 from tierkv.tiers.storage import BlockStorage
 from tierkv.tiers.uring import Ring
 
@@ -28,7 +29,7 @@ PutBlocks = Callable[..., np.ndarray]
 MountTmpfs = Callable[..., Path]
 OpenIO = Callable[[BlockStorage, str], DiskIO]
 
-NEEDS_RING = pytest.mark.may_skip_in_ci
+MAY_SKIP = pytest.mark.may_skip_in_ci
 
 
 def require_ring() -> None:
@@ -44,9 +45,9 @@ def require_ring() -> None:
     params=[
         "serial-off",
         "threads-off",
-        "threads-on",
-        pytest.param("uring-off", marks=NEEDS_RING),
-        pytest.param("uring-on", marks=NEEDS_RING),
+        pytest.param("threads-on", marks=MAY_SKIP),
+        pytest.param("uring-off", marks=MAY_SKIP),
+        pytest.param("uring-on", marks=MAY_SKIP),
     ],
 )
 def open_io(request: pytest.FixtureRequest) -> OpenIO:
@@ -56,6 +57,8 @@ def open_io(request: pytest.FixtureRequest) -> OpenIO:
         return serial_io
     if read_by == "uring":
         require_ring()
+    if direct == "on" and not takes_direct_io(tempfile.gettempdir()):
+        pytest.skip(f"no O_DIRECT in {tempfile.gettempdir()}")
     return lambda storage, directory: open_disk_io(
         storage, directory, read_by=read_by, direct=direct
     )
