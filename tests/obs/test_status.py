@@ -13,8 +13,9 @@ def test_keys() -> None:
     plain = to_plain(StatusDocument(version="1", state="serving", namespaces=[namespace]))
     assert list(plain) == [
         "version", "state", "epoch", "pid", "uptime_s", "durability", "socket", "native",
-        "native_missing", "tiers", "memory", "blocks", "sequences", "leases", "fenced_blocks", "connections", "workers", "namespaces",
-        "prefix", "evictions", "wal", "recovery", "checkpoint", "loop",
+        "native_missing", "tiers", "memory", "blocks", "sequences", "leases", "fenced_blocks",
+        "connections", "workers", "namespaces", "prefix", "evictions", "wal", "recovery",
+        "checkpoint", "loop",
     ]  # fmt: skip
     assert list(plain["tiers"]) == ["device", "host", "disk"]
     assert list(plain["tiers"]["host"]) == [
