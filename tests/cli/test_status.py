@@ -19,6 +19,7 @@ from tierkv.cli import status as status_module
 from tierkv.errors import NotReady, Unavailable
 from tierkv.obs.status import (
     CheckpointStatus,
+    MemoryStatus,
     NamespaceStatus,
     PrefixStatus,
     RecoveryStatus,
@@ -46,6 +47,16 @@ DOCUMENT = StatusDocument(
         "device": TierStatus(
             capacity_bytes=1 << 30, used_bytes=1 << 29, blocks=1000, free_ratio=0.5
         )
+    },
+    memory={
+        "device": MemoryStatus(
+            memory_bytes=768 << 20,
+            prefault="running",
+            missing_bytes=256 << 20,
+            huge_bytes=512 << 20,
+            numa="interleave 0,1",
+        ),
+        "host": MemoryStatus(memory_bytes=1 << 20, prefault="done"),
     },
     connections=2,
     leases=2,
@@ -123,7 +134,8 @@ def test_tables_for_people(tierkv: Run, daemon: Daemon) -> None:
         "checkpoint   3.50 s ago at lsn 77\n"
         "event loop   99.9% of turns within 0.00 us, the longest 0.00 us\n"
         "recovery     0 blocks kept, 0 lost, 0 records in 0.00 us\n"
-        "memory       none\n"
+        "memory       device 768 MiB (512 MiB in huge pages), 256 MiB to be taken, interleave 0,1, "
+        "host 1.00 MiB\n"
         "memory kept  device 3.00 MiB\n"
         "native       no: there was no compiler\n"
     )

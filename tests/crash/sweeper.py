@@ -286,6 +286,7 @@ def _calls(text: str, pid: int, folder: Path) -> list[Call]:
         result = _RESULT.search(line)
         returned = int(result[1]) if result else None
         place = place.removeprefix(str(folder)) if inside else ""
+        place = re.sub("/#[0-9]+$", "/#", place)  # a file without a name: another number each time
         changes = place not in NOT_OF_THE_STORE and not only_opens and returned != -1
         calls.append(Call(match[1], place, changes, returned))
     return calls

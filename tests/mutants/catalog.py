@@ -480,6 +480,13 @@ MUTANTS = (
         Tests(("tests/recovery/test_open_blocks.py",)),
     ),
     _one(
+        "memory of slots that may be in use is given back",
+        "tierkv.service.leads",
+        "        keep = max(rich.goal(lead_bytes), ",
+        "        keep = max(0, ",
+        Tests(("tests/service/test_leads.py",)),
+    ),
+    _one(
         "leases outlive the memory they name",
         UNDO,
         "        if device_kept and machine.is_alive(",

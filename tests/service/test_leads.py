@@ -90,6 +90,15 @@ def test_where_memory_is_not_taken_ahead_only_an_overdraft_is_given_back() -> No
     assert next_step([lazy], Budget(GIB, GIB, 2 * GIB), ahead=False) is None
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_slots_that_were_given_out_keep_their_memory_whatever_is_missing(ahead: bool) -> None:
+    overdrawn = Budget(GIB, 0, GIB + 100 * MIB)
+    busy = PoolMemory(1, MIB, 1024, 325, 0)
+    last = next_step([PoolMemory(0, MIB, 1024, 699, 700), busy], overdrawn, ahead=ahead)
+    assert last == GiveBack(0, 699, 700)
+    assert next_step([PoolMemory(0, MIB, 1024, 699, 699), busy], overdrawn, ahead=ahead) is None
+
+
 @dataclass
 class Pool:
     stride: int
