@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import harness
-from benchmarks.echo import Echo, frame
-from benchmarks.harness import (
+from tierkv.bench import harness
+from tierkv.bench.echo import Echo, frame
+from tierkv.bench.harness import (
     CLOCK_TICKS_PER_S,
     MICROSECONDS,
     SECONDS,
@@ -164,7 +164,7 @@ def test_echo_answers_this_process_and_its_own_client(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, has_compiler: bool
 ) -> None:
     if not has_compiler:
-        monkeypatch.setattr("benchmarks.echo.compiler", lambda: None)
+        monkeypatch.setattr("tierkv.bench.ceilings.compiler", lambda: None)
     with Echo(bench, bench.same_core, reply_bytes=20_000) as echo:
         echo.exchange(frame(100_000))
         spent = echo.ping(100_000, 5)

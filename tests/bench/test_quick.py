@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tierkv.bench.__main__ import ROUNDS_QUICK, WORKLOADS
 
-from benchmarks import report
-from benchmarks.__main__ import ROUNDS_QUICK, WORKLOADS
-from benchmarks.harness import ROOT, child_environment
+from tierkv.bench import report
+from tierkv.bench.harness import ROOT, child_environment
 
 PAGE = (ROOT / "docs" / "BENCHMARKS.md").read_text()
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks import report
-from benchmarks.harness import Line, Reference
+from tierkv.bench import report
+from tierkv.bench.harness import Line, Reference
 
 LINE = Line(
     name="put.64k",

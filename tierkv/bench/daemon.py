@@ -16,8 +16,8 @@ from typing import Self
 import numpy as np
 
 import tierkv
-from benchmarks.echo import receive
-from benchmarks.harness import Bench, Placement, child_environment
+from tierkv.bench.echo import receive
+from tierkv.bench.harness import Bench, Placement, child_environment
 from tierkv.client.attach import Opening
 from tierkv.client.sync import Client
 from tierkv.core.ids import U32
@@ -167,7 +167,10 @@ class Link:
 
     def call(self, request: Request) -> Reply:
         """Encode, send, receive, decode."""
-        size = self.exchange(encode(0, request))
+        return self.decode(self.exchange(encode(0, request)))
+
+    def decode(self, size: int) -> Reply:
+        """The reply of ``size`` bytes that came last."""
         return decode_reply(self._buffer[HEADER_BYTES:size])
 
     def exchange(self, frame: bytearray) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 
-from benchmarks.daemon import Daemon, Link, some_tokens, spec_of
-from benchmarks.harness import F64, Bench, Line, Placement, each_call, thousands_per_s
-from benchmarks.raw import RawLog
+from tierkv.bench.daemon import Daemon, Link, some_tokens, spec_of
+from tierkv.bench.harness import F64, Bench, Line, Placement, each_call, thousands_per_s
+from tierkv.bench.raw import RawLog
 from tierkv.client.sync import Namespace
 from tierkv.core.ids import U32
 from tierkv.rpc.messages import Acquire, Release
@@ -23,7 +23,7 @@ def run(bench: Bench) -> Iterator[Line]:
     for mode in ("kill", "power") if bench.quick else ("none", "kill", "power"):
         settings = {"wal.durability": mode, "disk.bytes": "64 MiB"}
         place = bench.same_core
-        with Daemon(bench, place, f"wal-{mode}", settings) as daemon:
+        with Daemon(bench, place, f"small-{mode}", settings) as daemon:
             yield _cycles(bench, place, daemon, mode)
             yield _together(bench, place, daemon, mode)
 
@@ -61,7 +61,7 @@ def _cycles(bench: Bench, place: Placement, daemon: Daemon, mode: str) -> Line:
                 raw.name: lambda: each_call(bare, count),
             },
         )
-    name, unit = f"wal.cycle.{mode}", thousands_per_s(1)
+    name, unit = f"put.small.{mode}", thousands_per_s(1)
     return measured.line(name, unit, "tierkv", [both, raw.name], place, note="4 requests each")
 
 
@@ -101,7 +101,7 @@ def _together(bench: Bench, place: Placement, daemon: Daemon, mode: str) -> Line
     for link in links:
         link.close()
     return measured.line(
-        f"wal.begin_end.x{CLIENTS}.{mode}",
+        f"put.begin_end.x{CLIENTS}.{mode}",
         thousands_per_s(CLIENTS),
         "together",
         ["one worker"],

@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 
 import tierkv
-from benchmarks.echo import compiler
-from benchmarks.harness import Line
+from tierkv.bench.bars import Verdict
+from tierkv.bench.ceilings import compiler
+from tierkv.bench.harness import Bench, Line
 
-VERSION = 1
-RESULTS = Path(__file__).parent / "results"
+VERSION = 2
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,12 +43,6 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine: Machine
     lines: list[Line]
 
-    @property
-    def file_name(self) -> str:
-        """A name that says what was run, not where."""
-        size = "quick" if self.quick else "full"
-        return f"{self.tierkv}-{self.machine.cpus}cpu-{size}.json"
-
 
 def describe_machine(folder: Path) -> Machine:
     """This machine; ``folder`` is where the disk tier was measured."""
@@ -66,15 +60,20 @@ def describe_machine(folder: Path) -> Machine:
     )
 
 
-def document(lines: list[Line], machine: Machine, *, quick: bool, rounds: int) -> Document:
-    """The document of a run that has ended."""
-    return Document(VERSION, tierkv.__version__, quick, rounds, machine, lines)
+def document(machine: Machine, bench: Bench) -> Document:
+    """The document of a run that begins; its lines are still to come."""
+    return Document(VERSION, tierkv.__version__, bench.quick, bench.rounds, machine, [])
+
+
+def to_json(found: Document) -> bytes:
+    """The document, indented."""
+    return msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
 
 
 def save(found: Document, path: Path) -> None:
     """Write it as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    path.write_bytes(to_json(found))
 
 
 def load(path: Path) -> Document:
@@ -87,9 +86,17 @@ def render(line: Line) -> str:
     against = "  ".join(
         f"{speed_text(one.speed)}x {one.name} ({number(one.value)})" for one in line.references
     )
+    verdicts = "".join(f"  {verdict_text(one)}" for one in line.bars)
     where = f"[{line.placement}, foreign {line.foreign_cores:.2f}]"
     note = f" ({line.note})" if line.note else ""
-    return f"{line.name:<28}{number(line.value):>8} {line.unit:<5} {against}  {where}{note}"
+    return (
+        f"{line.name:<28}{number(line.value):>8} {line.unit:<5} {against}  {where}{note}{verdicts}"
+    )
+
+
+def verdict_text(one: Verdict) -> str:
+    """Whether a bar holds, what was measured, and the bar."""
+    return f"{'ok' if one.holds else 'below'}: {number(one.measured)} ({one.bar})"
 
 
 def number(value: float) -> str:

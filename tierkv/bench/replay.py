@@ -12,13 +12,14 @@ import numpy as np
 import xxhash
 from tierkv_wal import RealStorage, WalReader
 
-from benchmarks.daemon import Daemon, spec_of
-from benchmarks.harness import SECONDS, Bench, Line, child_environment, once, thousands_per_s
-from benchmarks.lookup import fill
-from benchmarks.rebuild import rebuild_line
-from benchmarks.wal import SPEC as CYCLE_SPEC
-from benchmarks.wal import cycle, prompts
-from tierkv.cli.options import load_config
+from tierkv.bench.daemon import Daemon, spec_of
+from tierkv.bench.harness import SECONDS, Bench, Line, child_environment, once, thousands_per_s
+from tierkv.bench.lookup import fill
+from tierkv.bench.rebuild import rebuild_line
+from tierkv.bench.small import SPEC as CYCLE_SPEC
+from tierkv.bench.small import cycle, prompts
+from tierkv.config.load import load
+from tierkv.config.resolve import this_environment
 from tierkv.core.ids import I64, U8, Tier
 from tierkv.core.records import RECORD, Kind, Records, blank, join
 from tierkv.core.replay import replay
@@ -52,7 +53,7 @@ def run(bench: Bench) -> Iterator[Line]:
                 fill(cache.namespace(spec_of(64, block_tokens=1)), blocks)
             daemon.kill()
             kept = Kept(daemon)
-            yield _start(bench, daemon, kept, f"recovery.start.{blocks}", blocks)
+            yield _start(bench, daemon, kept, f"replay.start.{blocks}", blocks)
             kept.remove()
     blocks, records = bench.pick(500_000, 5000), bench.pick(1_000_000, 10_000)
     settings["disk.bytes"] = str(2 * blocks * slot_bytes(Tier.DISK, SHAPE))
@@ -60,8 +61,8 @@ def run(bench: Bench) -> Iterator[Line]:
         daemon.kill()
         _make_full(daemon, blocks, records)
         kept = Kept(daemon)
-        yield _start(bench, daemon, kept, f"recovery.full.{blocks}.{records}", blocks)
-        yield _replay(bench, kept, f"recovery.replay.{records}.records")
+        yield _start(bench, daemon, kept, f"replay.full.{blocks}.{records}", blocks)
+        yield _replay(bench, kept, f"replay.log.{records}.records")
         kept.remove()
     del settings["disk.bytes"]
     with Daemon(bench, bench.two_cores, "recovery-cycles", settings) as daemon:
@@ -72,7 +73,7 @@ def run(bench: Bench) -> Iterator[Line]:
                 cycle(namespace, tokens)
         daemon.kill()
         kept = Kept(daemon)
-        yield _replay(bench, kept, f"recovery.replay.{count}.cycles")
+        yield _replay(bench, kept, f"replay.log.{count}.cycles")
         kept.remove()
     yield rebuild_line(bench)
 
@@ -151,7 +152,7 @@ def _make_full(daemon: Daemon, blocks: int, records: int) -> None:
     The log's work is that of a full cache: each request evicts a block and caches another one in
     its row. Frames are as long as they are when the longest log has the most frames.
     """
-    config = load_config(None, [f"{key}={value}" for key, value in daemon.settings.items()]).config
+    config = load(None, this_environment(), daemon.settings).config
     directory = StateDirectory.open(daemon.state)
     recovered = recover(config, directory, lambda _what: None)
     state, writer = recovered.state, recovered.writer

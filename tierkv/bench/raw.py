@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 from typing import Self
 
-from benchmarks.harness import Bench
+from tierkv.bench.harness import Bench
 from tierkv.core.ids import U8
 
 CALL_BYTES = 8 << 20
@@ -19,12 +20,13 @@ FRAME_BYTES = 192
 class _Preallocated:
     """A file of a fixed size while the context lasts."""
 
-    def __init__(self, bench: Bench, size_bytes: int) -> None:
-        self._path = bench.folder / "raw"
+    def __init__(self, bench: Bench, size_bytes: int, flags: int = 0) -> None:
+        self._path = bench.folder / f"raw-{type(self).__name__}"
         self._size_bytes = size_bytes
+        self._flags = flags
 
     def __enter__(self) -> Self:
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | self._flags, 0o600)
         os.posix_fallocate(self._fd, 0, self._size_bytes)
         return self
 
@@ -81,6 +83,50 @@ class RawFile(_Preallocated):
         if offset != begin + self._batch_bytes:
             raise RuntimeError(f"{offset - begin} of {self._batch_bytes} bytes were written")
         self._next = offset % self._size_bytes
+
+
+class DirectFile(_Preallocated):
+    """The ceiling of a spill: O_DIRECT, 2 MiB a call, one fdatasync for every 8 calls."""
+
+    CALL_BYTES = 2 << 20
+    CALLS_PER_SYNC = 8
+
+    def __init__(self, bench: Bench, batch_bytes: int, *, batches: int) -> None:
+        self._bench = bench
+        self._batch_bytes = batch_bytes
+        self._next = 0
+        # O_DIRECT wants memory at page boundaries.
+        self._payload = mmap.mmap(-1, self.CALL_BYTES)
+        self._payload.write(os.urandom(self.CALL_BYTES))
+        direct = 0 if _is_in_memory(bench.folder) else os.O_DIRECT
+        self.name = "O_DIRECT pwrite, a sync per 8" if direct else "pwrite, a sync per 8"
+        super().__init__(bench, batches * batch_bytes, direct)
+
+    def write(self) -> float:
+        """Seconds to write and sync a batch where the oldest one lies, on the server's CPU."""
+        return self._bench.on(self._bench.two_cores.server, self._write)
+
+    def _write(self) -> None:
+        end = self._next + self._batch_bytes
+        for call, offset in enumerate(range(self._next, end, self.CALL_BYTES), start=1):
+            if os.pwrite(self._fd, self._payload, offset) != self.CALL_BYTES:
+                raise RuntimeError("a write was cut short")
+            if call % self.CALLS_PER_SYNC == 0:
+                os.fdatasync(self._fd)
+        os.fdatasync(self._fd)
+        self._next = end % self._size_bytes
+
+
+def _is_in_memory(folder: Path) -> bool:
+    """Whether the file system refuses O_DIRECT, as those in memory do."""
+    path = folder / "direct"
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
+    except OSError:
+        return True
+    finally:
+        path.unlink(missing_ok=True)
+    return False
 
 
 def drop_page_cache(files: list[Path]) -> None:

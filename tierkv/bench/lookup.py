@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from benchmarks.daemon import Daemon, Link, some_tokens, spec_of
-from benchmarks.echo import Echo
-from benchmarks.harness import MICROSECONDS, Bench, Line, each_call
+from tierkv.bench.bars import Bar, Reaches, Takes
+from tierkv.bench.ceilings import nanoseconds, program
+from tierkv.bench.daemon import Daemon, Link, some_tokens, spec_of
+from tierkv.bench.echo import Echo
+from tierkv.bench.harness import F64, MICROSECONDS, Bench, Line, each_call
 from tierkv.client.sync import Namespace
 from tierkv.core.prefix import HASH_BYTES, chain_hashes
 from tierkv.rpc.messages import Found, Lookup
@@ -15,11 +17,16 @@ from tierkv.rpc.wire import encode
 
 SPEC = spec_of(64, block_tokens=1)
 CHAIN_BLOCKS = 8192
+CALLS_OF_TABLE = 20
+"""Fewest lookups of a C process, which has to fill its table first."""
+
+BIG = 1_000_000
+TIMES_OF_C, TIMES_OF_DICT = 5.0, 5.0
 
 
 def run(bench: Bench) -> Iterator[Line]:
     """All sizes of request over all sizes of index."""
-    for blocks in (10_000,) if bench.quick else (10_000, 1_000_000):
+    for blocks in (10_000,) if bench.quick else (10_000, BIG):
         yield from _over(bench, blocks)
 
 
@@ -33,15 +40,39 @@ def _over(bench: Bench, blocks: int) -> Iterator[Line]:
     ):
         with daemon.connect() as cache:
             chains = fill(cache.namespace(SPEC), blocks)
-        names = [hashes[at : at + 16] for hashes in chains for at in range(0, len(hashes), 16)]
-        rows = {name: row for row, name in enumerate(names)}
+        peers = Peers(bench, echo, chains)
         for count in (64, 1024, CHAIN_BLOCKS):
             asked = [one[: count * HASH_BYTES] for one in chains if len(one) >= count * HASH_BYTES]
-            yield _of(bench, daemon, echo, f"lookup.{count}.of.{blocks}", asked, rows)
+            bars: list[Bar] = []
+            if (count, blocks) == (CHAIN_BLOCKS, BIG):
+                bars = [Takes(TIMES_OF_C, peers.name), Reaches(TIMES_OF_DICT, "dict")]
+            yield _of(bench, daemon, peers, f"lookup.{count}.of.{blocks}", asked, bars)
+
+
+class Peers:
+    """A dict of the same hashes, and the same table in C behind an echo of the same sizes."""
+
+    def __init__(self, bench: Bench, echo: Echo, chains: list[bytes]) -> None:
+        self.echo = echo
+        self._bench = bench
+        names = [hashes[at : at + 16] for hashes in chains for at in range(0, len(hashes), 16)]
+        self.rows = {name: row for row, name in enumerate(names)}
+        self._hashes = bench.folder / "hashes"
+        self._hashes.write_bytes(b"".join(chains))
+        self._table = program(bench.folder, "table")
+        self.name = f"{echo.name} + C table" if self._table else echo.name
+
+    def ceiling(self, request_bytes: int, blocks: int, count: int) -> F64:
+        """Seconds of each of ``count`` round trips and lookups of ``blocks`` hashes."""
+        trips = self.echo.ping(request_bytes, count)
+        if self._table is None:
+            return trips
+        command = [self._table, str(self._hashes), str(blocks), str(max(count, CALLS_OF_TABLE))]
+        return trips + nanoseconds(self._bench, self._bench.same_core.client, command)[:count]
 
 
 def _of(
-    bench: Bench, daemon: Daemon, echo: Echo, name: str, asked: list[bytes], rows: dict[bytes, int]
+    bench: Bench, daemon: Daemon, peers: Peers, name: str, asked: list[bytes], bars: list[Bar]
 ) -> Line:
     """Ask for the chains in turn, so that a big index is not in the processor's caches."""
     count = len(asked[0]) // HASH_BYTES
@@ -58,12 +89,12 @@ def _of(
         place,
         {
             "tierkv": lambda: each_call(lambda: link.exchange(next(frames)), calls),
-            echo.name: lambda: each_call(lambda: echo.exchange(requests[0]), calls),
-            "dict": lambda: each_call(lambda: walk(rows, next(blobs)), calls),
+            peers.name: lambda: peers.ceiling(len(requests[0]), count, calls),
+            "dict": lambda: each_call(lambda: walk(peers.rows, next(blobs)), calls),
         },
     )
     link.close()
-    return measured.line(name, MICROSECONDS, "tierkv", [echo.name, "dict"], place)
+    return measured.line(name, MICROSECONDS, "tierkv", [peers.name, "dict"], place, bars=bars)
 
 
 def fill(namespace: Namespace, blocks: int) -> list[bytes]:

@@ -6,19 +6,21 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import blocks, raw
-from benchmarks.daemon import Daemon
-from benchmarks.harness import Bench, Line, Unit, gigabytes_per_s, repeat
+from tierkv.bench import blocks, raw, worker
+from tierkv.bench.daemon import Daemon
+from tierkv.bench.harness import Bench, Line, Unit, gigabytes_per_s, repeat
 from tierkv.client.sync import Namespace
 from tierkv.core.ids import U8, U32, Tier
 from tierkv.core.spec import KVSpec
-from tierkv.core.state import PoolShape
 from tierkv.tiers.sizes import slot_bytes
+from tierkv.units import KiB, MiB
+
+SIZES = (64 * KiB, 2 * MiB)
 
 
 def run(bench: Bench) -> Iterator[Line]:
     """Two prompts take turns in a device tier that has room for one of them."""
-    for spec in blocks.specs(bench):
+    for spec in blocks.specs(bench, SIZES):
         yield _from_host(bench, spec)
         yield from _from_disk(bench, spec)
 
@@ -29,9 +31,10 @@ class _Turns:
     def __init__(self, namespace: Namespace, payload: U8) -> None:
         prompts = blocks.Prompts(namespace.spec, len(payload))
         self._namespace = namespace
+        self._payload = payload
         self._prompts = [prompts.fresh(), prompts.fresh()]
         for tokens in self._prompts:
-            blocks.put(namespace, tokens, payload)
+            worker.put(namespace, tokens, payload)
 
     def bring(self) -> float:
         """Seconds until the prompt is in the device tier."""
@@ -46,13 +49,18 @@ class _Turns:
             raise RuntimeError(f"the prompt was to come up from below, but: {found}")
         return spent
 
+    def check(self) -> None:
+        """Raise RuntimeError unless both prompts come up with every byte as it was put."""
+        for tokens in self._prompts:
+            blocks.check(self._namespace, tokens, self._payload)
+
 
 def _from_host(bench: Bench, spec: KVSpec) -> Line:
     place = bench.two_cores
     payload = blocks.some_payload(spec, blocks.batch_blocks(bench, spec))
     ring, times = blocks.Ring(payload, 2), blocks.repeats(bench)
     settings = {"device.bytes": str(payload.nbytes), "host.bytes": str(2 * payload.nbytes)}
-    name = f"get.host.{blocks.label(spec)}"
+    name = f"promote.host.{blocks.label(spec)}"
     with Daemon(bench, place, name, settings) as daemon, daemon.connect() as cache:
         turns = _Turns(cache.namespace(spec), payload)
         turns.bring()
@@ -66,16 +74,16 @@ def _from_host(bench: Bench, spec: KVSpec) -> Line:
                 ),
             },
         )
+        turns.check()
     unit = gigabytes_per_s(payload.nbytes)
     return measured.line(name, unit, "tierkv", ["memcpy + xxh3", "memcpy"], place)
 
 
 def _from_disk(bench: Bench, spec: KVSpec) -> Iterator[Line]:
     payload = blocks.some_payload(spec, blocks.batch_blocks(bench, spec))
-    shape = PoolShape(spec.block_bytes, spec.block_tokens)
-    on_disk = len(payload) * slot_bytes(Tier.DISK, shape)
+    on_disk = len(payload) * slot_bytes(Tier.DISK, blocks.shape_of(spec))
     settings = {"device.bytes": str(payload.nbytes), "disk.bytes": str(2 * on_disk)}
-    name = f"get.disk.{blocks.label(spec)}"
+    name = f"promote.disk.{blocks.label(spec)}"
     unit = gigabytes_per_s(payload.nbytes)
     with Daemon(bench, bench.two_cores, name, settings) as daemon, daemon.connect() as cache:
         turns = _Turns(cache.namespace(spec), payload)
@@ -84,6 +92,7 @@ def _from_disk(bench: Bench, spec: KVSpec) -> Iterator[Line]:
         ring = blocks.Ring(payload, 2)
         for warm in (True, False):
             yield _read(bench, name, unit, turns, ring, files, on_disk, warm=warm)
+        turns.check()
 
 
 def _read(
