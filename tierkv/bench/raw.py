@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Self
+
+import msgspec
 
 from tierkv.bench.harness import Bench
 from tierkv.core.ids import U8
@@ -115,6 +119,37 @@ class DirectFile(_Preallocated):
                 os.fdatasync(self._fd)
         os.fdatasync(self._fd)
         self._next = end % self._size_bytes
+
+
+class Fio:
+    """What fio(1) makes of the same: sequential writes of 2 MiB, one fdatasync for every 8."""
+
+    name = "fio"
+
+    def __init__(self, bench: Bench, batch_bytes: int) -> None:
+        self._bench = bench
+        self._batch_bytes = batch_bytes
+        path = bench.folder / "raw-fio"
+        direct = 0 if _is_in_memory(bench.folder) else 1
+        size = bench.pick(512 << 20, 16 << 20)  # it counts milliseconds
+        self._command = ["fio", "--name=spill", f"--filename={path}", f"--size={size}"]
+        self._command += ["--rw=write", f"--bs={DirectFile.CALL_BYTES}", f"--direct={direct}"]
+        self._command += [f"--fdatasync={DirectFile.CALLS_PER_SYNC}", "--output-format=json"]
+
+    @staticmethod
+    def is_there() -> bool:
+        """Whether it is installed."""
+        return shutil.which("fio") is not None
+
+    def write(self) -> float:
+        """Seconds for as much as a batch has, on the server's CPU."""
+        cpu = self._bench.two_cores.server
+        process = self._bench.spawn(cpu, self._command, stdout=subprocess.PIPE)
+        said = process.communicate()[0]
+        if self._bench.reap(process):
+            raise RuntimeError("fio failed")
+        (job,) = msgspec.json.decode(said)["jobs"]
+        return float(self._batch_bytes / job["write"]["bw_bytes"])
 
 
 def _is_in_memory(folder: Path) -> bool:

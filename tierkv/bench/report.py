@@ -70,15 +70,9 @@ def to_json(found: Document) -> bytes:
     return msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
 
 
-def save(found: Document, path: Path) -> None:
-    """Write it as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(to_json(found))
-
-
-def load(path: Path) -> Document:
+def from_json(content: bytes) -> Document:
     """Read it back. Raises msgspec.ValidationError if it is no such document."""
-    return msgspec.json.decode(path.read_bytes(), type=Document)
+    return msgspec.json.decode(content, type=Document)
 
 
 def render(line: Line) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tierkv.bench import blocks, worker
 from tierkv.bench.bars import Bar, Reaches
 from tierkv.bench.daemon import Daemon
-from tierkv.bench.harness import Bench, Line, gigabytes_per_s, repeat
-from tierkv.bench.raw import DirectFile, RawFile
+from tierkv.bench.harness import Bench, Line, Sample, gigabytes_per_s, repeat
+from tierkv.bench.raw import DirectFile, Fio, RawFile
 from tierkv.client.sync import Client, Namespace
 from tierkv.core.ids import U8, Tier
 from tierkv.core.spec import KVSpec
@@ -49,18 +49,19 @@ def _with(bench: Bench, spec: KVSpec) -> Line:
             _spill(cache, namespace, prompts, payload)
             raw.write()
             direct.write()
-        measured = bench.interleave(
-            place,
-            {
-                "tierkv": lambda: repeat(lambda: _spill(cache, namespace, prompts, payload), times),
-                "pwritev": lambda: repeat(raw.write, times),
-                direct.name: lambda: repeat(direct.write, times),
-            },
-        )
+        variants: dict[str, Callable[[], Sample]] = {
+            "tierkv": lambda: repeat(lambda: _spill(cache, namespace, prompts, payload), times),
+            "pwritev": lambda: repeat(raw.write, times),
+            direct.name: lambda: repeat(direct.write, times),
+        }
+        if Fio.is_there():
+            variants[Fio.name] = Fio(bench, payload.nbytes).write
+        measured = bench.interleave(place, variants)
         blocks.check(namespace, prompts.last, payload)
-    bars: list[Bar] = [Reaches(SHARE, direct.name)] if spec.block_bytes == SIZES[-1] else []
+    references = list(variants)[1:]
+    bars: list[Bar] = [Reaches(SHARE, references[-1])] if spec.block_bytes == SIZES[-1] else []
     unit = gigabytes_per_s(payload.nbytes)
-    return measured.line(name, unit, "tierkv", ["pwritev", direct.name], place, bars=bars)
+    return measured.line(name, unit, "tierkv", references, place, bars=bars)
 
 
 def _spill(cache: Client, namespace: Namespace, prompts: blocks.Prompts, payload: U8) -> float:
