@@ -16,6 +16,7 @@ from tierkv.client.sync import Sequence as Held
 from tierkv.core.ids import U8, U32
 from tierkv.core.spec import KVSpec
 from tierkv.core.state import PoolShape
+from tierkv.errors import CorruptionError
 
 BLOCKS_PER_CALL = 64
 
@@ -67,11 +68,11 @@ def timed_get(namespace: Namespace, tokens: U32, out: U8) -> float:
 
 
 def check(namespace: Namespace, tokens: U32, payload: U8) -> None:
-    """Raise RuntimeError unless the daemon has these tokens with this payload, byte by byte."""
+    """Raise CorruptionError unless the daemon has these tokens with this payload, byte by byte."""
     found = np.zeros_like(payload)
     worker.get(namespace, tokens, found)
     if not np.array_equal(found, payload):
-        raise RuntimeError(f"wrong bytes in blocks of {namespace.spec.block_bytes} bytes")
+        raise CorruptionError(f"wrong bytes in blocks of {namespace.spec.block_bytes} bytes")
 
 
 class Prompts:

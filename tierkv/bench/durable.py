@@ -139,7 +139,7 @@ class _Worker:
             worker.put(self._namespace, self._prompts.fresh(), self._payload)
 
     def check(self) -> None:
-        """Raise RuntimeError unless the last batch is there, byte by byte."""
+        """Raise CorruptionError unless the last batch is there, byte by byte."""
         blocks.check(self._namespace, self._prompts.last, self._payload)
 
 

@@ -50,7 +50,7 @@ class _Turns:
         return spent
 
     def check(self) -> None:
-        """Raise RuntimeError unless both prompts come up with every byte as it was put."""
+        """Raise CorruptionError unless both prompts come up with every byte as it was put."""
         for tokens in self._prompts:
             blocks.check(self._namespace, tokens, self._payload)
 

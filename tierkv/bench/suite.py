@@ -15,7 +15,7 @@ WORKLOADS = {
     "promote": ("promote.run",),
     "spill": ("spill.run",),
     "replay": ("replay.run",),
-    "growth": ("growth.run",),
+    "growth": ("growth.run", "index_size.run"),
     "mixed": ("mixed.run",),
     "attention": ("attention.run",),
 }

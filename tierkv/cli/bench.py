@@ -94,8 +94,8 @@ def bench(
     docs/BENCHMARKS.md explains every line. No existing store is touched; memory and disk are
     given back at the end.
 
-    Exits with 0 when all was measured, whether or not every bar is reached, and with 1 when
-    something fails or a block has a wrong byte.
+    Exits with 0 when all was measured, whether or not every bar is reached, with 4 if a block
+    came back with a wrong byte, and with 1 if something else fails.
     """
     suite, report = import_module("tierkv.bench.suite"), import_module("tierkv.bench.report")
     chosen = [name for name in WORKLOADS if name in workloads or ALL in workloads]
