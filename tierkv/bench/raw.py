@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
+import numpy as np
 
+from tierkv.bench.ceilings import program
 from tierkv.bench.harness import Bench
 from tierkv.core.ids import U8
 
@@ -150,6 +152,47 @@ class Fio:
             raise RuntimeError("fio failed")
         (job,) = msgspec.json.decode(said)["jobs"]
         return float(self._batch_bytes / job["write"]["bw_bytes"])
+
+
+class RingFile:
+    """The ceiling of reads from disk: whole slots by io_uring in C, past the page cache.
+
+    ``files`` are read slot by slot, one after the other, DEPTH at a time.
+    """
+
+    DEPTH = 32
+    name = "io_uring in C"
+
+    def __init__(self, bench: Bench, files: list[Path], slot: int, slots: int) -> None:
+        self.bytes = slots * slot
+        self._bench = bench
+        self._slot = slot
+        self._offsets: dict[Path, bytes] = {}
+        for path in files:
+            here = min(slots, path.stat().st_size // slot)
+            slots -= here
+            self._offsets[path] = (np.arange(here, dtype=np.uint64) * slot).tobytes()
+        self._program = program(bench.folder, "ring_read")
+
+    def is_there(self) -> bool:
+        """Whether there is a compiler, a kernel that grants a ring, and O_DIRECT."""
+        return self._program is not None and all(
+            self._run(path, bytes(8)) is not None for path in self._offsets
+        )
+
+    def read(self) -> float:
+        """Seconds to read all slots, on the server's CPU."""
+        spent = [self._run(path, offsets) for path, offsets in self._offsets.items() if offsets]
+        if None in spent:
+            raise RuntimeError("io_uring has failed")
+        return sum(one for one in spent if one is not None)
+
+    def _run(self, path: Path, offsets: bytes) -> float | None:
+        command = [str(self._program), str(path), str(self._slot), str(self.DEPTH)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        process = self._bench.spawn(self._bench.two_cores.server, command, **pipes)
+        said = process.communicate(offsets)[0]
+        return None if self._bench.reap(process) else float(said)
 
 
 def _is_in_memory(folder: Path) -> bool:
