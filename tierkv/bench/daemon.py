@@ -66,7 +66,7 @@ class Daemon:
             "disk.bytes": "0",
             "wal.segment_bytes": "16 MiB",
             "metrics.tcp": "",
-            "metrics.socket": "",
+            "metrics.socket": str(self._run / "metrics.sock"),
             **settings,
         }
 
@@ -109,6 +109,14 @@ class Daemon:
     def connect(self) -> Client:
         """A worker."""
         return tierkv.connect(self.socket)
+
+    def metrics(self) -> str:
+        """The page /metrics."""
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(self._run / "metrics.sock"))
+            sock.sendall(b"GET /metrics HTTP/1.0\r\nHost: bench\r\n\r\n")
+            received = b"".join(iter(lambda: sock.recv(1 << 16), b""))
+        return received.decode().partition("\r\n\r\n")[2]
 
     def __enter__(self) -> Self:
         self.start()

@@ -93,7 +93,9 @@ def _one(bench: Bench, spec: KVSpec) -> Line:
         measured = bench.interleave(
             place,
             {
-                "tierkv": lambda: each_call(lambda: worker.get(namespace, next(turns), out), calls),
+                "tierkv": lambda: each_call(
+                    lambda: worker.read(namespace, next(turns), out), calls
+                ),
                 "numpy copy": lambda: each_call(lambda: held.get(out), calls),
             },
         )

@@ -57,6 +57,11 @@ MILLISECONDS = Unit("ms", lambda seconds: seconds * 1e3)
 SECONDS = Unit("s", lambda seconds: seconds)
 
 
+def millions_per_s(count: int) -> Unit:
+    """Millions a second, when the work has ``count`` pieces."""
+    return Unit("M/s", lambda seconds: count / seconds / 1e6)
+
+
 BYTES_PER_BLOCK = Unit("B", lambda size: size)
 """Of samples that are bytes."""
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from tierkv.bench.bars import Bar, Reaches, Takes
+import numpy as np
+
+from tierkv.bench.bars import AtLeast, Bar, Reaches, Takes
 from tierkv.bench.ceilings import nanoseconds, program
 from tierkv.bench.daemon import Daemon, Link, some_tokens, spec_of
 from tierkv.bench.echo import Echo
-from tierkv.bench.harness import F64, MICROSECONDS, Bench, Line, each_call
+from tierkv.bench.harness import F64, MICROSECONDS, Bench, Line, each_call, millions_per_s
 from tierkv.client.sync import Namespace
+from tierkv.core.ids import U8
 from tierkv.core.prefix import HASH_BYTES, chain_hashes
-from tierkv.rpc.messages import Found, Lookup
+from tierkv.rpc.messages import Existing, Exists, Found, Lookup
 from tierkv.rpc.wire import encode
 
 SPEC = spec_of(64, block_tokens=1)
@@ -21,6 +24,9 @@ CALLS_OF_TABLE = 20
 """Fewest lookups of a C process, which has to fill its table first."""
 
 BIG = 1_000_000
+KEYS, QUESTIONS = 1024, 64
+KEYS_M_S = 4.0
+NOT_CACHED = 255
 TIMES_OF_C, TIMES_OF_DICT = 5.0, 5.0
 
 
@@ -47,6 +53,8 @@ def _over(bench: Bench, blocks: int) -> Iterator[Line]:
             if (count, blocks) == (CHAIN_BLOCKS, BIG):
                 bars = [Takes(TIMES_OF_C, peers.name), Reaches(TIMES_OF_DICT, "dict")]
             yield _of(bench, daemon, peers, f"lookup.{count}.of.{blocks}", asked, bars)
+        with daemon.connect() as cache:
+            yield _exists(bench, cache.namespace(SPEC), peers, chains)
 
 
 class Peers:
@@ -97,14 +105,55 @@ def _of(
     return measured.line(name, MICROSECONDS, "tierkv", [peers.name, "dict"], place, bars=bars)
 
 
+def _exists(bench: Bench, namespace: Namespace, peers: Peers, chains: list[bytes]) -> Line:
+    """Blocks of all chains, and as many that nobody has cached, by the worker API."""
+    place, calls = bench.same_core, bench.pick(1000, 50)
+    known = np.frombuffer(b"".join(chains), np.uint8).reshape(-1, HASH_BYTES)
+    generator = np.random.default_rng(0)
+    unknown = generator.integers(0, 256, (KEYS // 2, HASH_BYTES), np.uint8)
+    asked = [
+        generator.permutation(np.concatenate([generator.choice(known, KEYS // 2), unknown]))
+        for _ in range(QUESTIONS)
+    ]
+    for keys in asked:
+        cached = namespace.exists(keys) != NOT_CACHED
+        if cached.tolist() != [key.tobytes() in peers.rows for key in keys]:
+            raise RuntimeError("exists and a dict of what is cached disagree")
+    turns = itertools.cycle(asked)
+    request_bytes = len(encode(1, Exists(0, asked[0].tobytes())))
+    with Echo(bench, place, len(encode(1, Existing(bytes(KEYS))))) as echo:
+        measured = bench.interleave(
+            place,
+            {
+                "tierkv": lambda: each_call(lambda: namespace.exists(next(turns)), calls),
+                echo.name: lambda: echo.ping(request_bytes, calls),
+                "dict": lambda: each_call(lambda: ask(peers.rows, next(turns)), calls),
+            },
+        )
+        against = [echo.name, "dict"]
+    return measured.line(
+        f"lookup.exists.{KEYS}.of.{len(known)}",
+        millions_per_s(KEYS),
+        "tierkv",
+        against,
+        place,
+        bars=[AtLeast(KEYS_M_S)],
+        note="half of them cached",
+    )
+
+
+def ask(rows: dict[bytes, int], keys: U8) -> list[bool]:
+    """The same without arrays: one dict lookup a key."""
+    return [key in rows for key in map(bytes, keys)]
+
+
 def fill(namespace: Namespace, blocks: int) -> list[bytes]:
     """Cache this many blocks in chains of up to 8192; returns the chains' hashes."""
     chains = []
     for seed in range(-(-blocks // CHAIN_BLOCKS)):
         count = min(CHAIN_BLOCKS, blocks - seed * CHAIN_BLOCKS)
         tokens = some_tokens(seed, count)
-        with namespace.begin(tokens) as sequence:
-            sequence.reserve(count)
+        with namespace.begin(tokens, keep=0, reserve=0) as sequence:
             sequence.append(tokens)
         chains.append(chain_hashes(SPEC.digest, tokens, 1).tobytes())
     return chains

@@ -15,7 +15,7 @@ from tierkv.bench.bars import AtMost, Takes
 from tierkv.bench.daemon import Daemon, Link, some_tokens, spec_of
 from tierkv.bench.harness import MICROSECONDS, Bench, Line, repeat
 from tierkv.core.prefix import chain_hashes
-from tierkv.rpc.messages import Acquire, Release, Reserve, Seal, Table
+from tierkv.rpc.messages import Acquire, Release, Seal, Table
 from tierkv.rpc.wire import encode
 
 SPEC = spec_of(64)
@@ -57,7 +57,7 @@ def _of(bench: Bench, kind: str, batches: int, calls: int) -> Line:
         ["none"],
         place,
         bars=[] if kind == "evicting" else [AtMost(US_MAX), Takes(TIMES_OF_NONE, "none")],
-        note="begin, reserve, seal, release",
+        note="begin, seal, release",
     )
 
 
@@ -73,14 +73,12 @@ class _Cycle:
         tokens = some_tokens(name, count)
         hashes = chain_hashes(SPEC.digest, tokens, SPEC.block_tokens).tobytes()
         link = self._link
-        begin = encode(0, Acquire(self._namespace, name, b"", b""))
-        reserve = encode(0, Reserve(name, 0, count))
+        begin = encode(0, Acquire(self._namespace, name, b"", b"", room_tokens=count))
         # Any checksums but zeroes, which would say that there are none.
         seal = encode(0, Seal(name, 0, hashes, tokens.tobytes(), hashes))
         release = encode(0, Release([name]))
         began = time.perf_counter()
         link.exchange(begin)
-        link.exchange(reserve)
         sealed = link.decode(link.exchange(seal))
         link.exchange(release)
         spent = time.perf_counter() - began

@@ -42,10 +42,8 @@ def run(bench: Bench) -> Iterator[Line]:
 
 def _cached(namespace: Namespace, count: int) -> U32:
     tokens = some_tokens(count, count)
-    sequence = namespace.begin(tokens)
-    sequence.reserve(count - sequence.num_tokens)
-    sequence.append(tokens[sequence.num_tokens :])
-    sequence.end()
+    with namespace.begin(tokens, keep=0, reserve=0) as sequence:
+        sequence.append(tokens[sequence.num_tokens :])
     return tokens
 
 

@@ -18,10 +18,9 @@ def begin(namespace: Namespace, tokens: U32) -> Sequence:
 
 def reserve(namespace: Namespace, tokens: U32) -> Sequence:
     """Begin on ``tokens`` that nobody has cached, with room for all of them."""
-    sequence = namespace.begin(tokens, keep=0)
+    sequence = namespace.begin(tokens, keep=0, reserve=0)
     if sequence.cached_tokens:
         raise RuntimeError(f"{sequence.cached_tokens} of {len(tokens)} tokens are cached already")
-    sequence.reserve(len(tokens))
     return sequence
 
 
@@ -38,6 +37,13 @@ def get(namespace: Namespace, tokens: U32, out: U8) -> None:
     sequence = begin(namespace, tokens)
     take(namespace, sequence, out)
     sequence.end()
+
+
+def read(namespace: Namespace, tokens: U32, out: U8) -> None:
+    """The same without a sequence, in one round trip: what is copied is checked instead."""
+    copied = namespace.read(tokens, out)
+    if copied != len(out):
+        raise RuntimeError(f"only {copied} of {len(out)} blocks were read")
 
 
 def take(namespace: Namespace, sequence: Sequence, out: U8) -> None:
