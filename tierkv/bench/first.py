@@ -6,27 +6,33 @@ from collections.abc import Iterator
 
 from tierkv.bench import blocks, worker
 from tierkv.bench.bars import Reaches
-from tierkv.bench.daemon import Daemon, spec_of
+from tierkv.bench.daemon import Daemon
 from tierkv.bench.harness import Bench, Line, gigabytes_per_s, once
-from tierkv.units import MiB
+from tierkv.core.spec import KVSpec
+from tierkv.units import KiB, MiB
 
-SPEC = spec_of(MiB)
-BLOCKS_PER_CALL = 32
+SIZES = (MiB, 64 * KiB)
+CALL_BYTES = 32 * MiB
 SHARE = 0.25
 
 
 def run(bench: Bench) -> Iterator[Line]:
     """512 MiB into an arena of 1 GiB, from the first connection of a worker."""
+    for spec in blocks.specs(bench, SIZES):
+        yield _fill(bench, spec)
+
+
+def _fill(bench: Bench, spec: KVSpec) -> Line:
     place = bench.two_cores
-    payload = blocks.some_payload(SPEC, BLOCKS_PER_CALL)
+    payload = blocks.some_payload(spec, CALL_BYTES // spec.block_bytes)
     calls = bench.pick(16, 1)
     filled = calls * payload.nbytes
-    ring, prompts = blocks.Ring(payload, 4), blocks.Prompts(SPEC, BLOCKS_PER_CALL)
+    ring, prompts = blocks.Ring(payload, 4), blocks.Prompts(spec, len(payload))
     settings = {"device.bytes": str(2 * filled)}
 
     def fill() -> float:
         with Daemon(bench, place, "first", settings) as daemon, daemon.connect() as cache:
-            namespace = cache.namespace(SPEC)
+            namespace = cache.namespace(spec)
             fresh = [prompts.fresh() for _ in range(calls)]
 
             def puts() -> None:
@@ -43,12 +49,12 @@ def run(bench: Bench) -> Iterator[Line]:
             ring.copy()
 
     measured = bench.interleave(place, {"tierkv": fill, "memcpy": lambda: once(copies)})
-    yield measured.line(
-        "put.first.1m",
+    return measured.line(
+        f"put.first.{blocks.label(spec)}",
         gigabytes_per_s(filled),
         "tierkv",
         ["memcpy"],
         place,
         bars=[Reaches(SHARE, "memcpy")],
-        note=f"{BLOCKS_PER_CALL} blocks a call",
+        note=f"{len(payload)} blocks a call",
     )

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.bench.bars import Bar, Reference, Verdict
+from tierkv.native.library import VARIABLE as NATIVE
 from tierkv.torture.place import without_settings
 
 F64 = npt.NDArray[np.float64]
@@ -186,8 +187,13 @@ def once(call: Callable[[], object]) -> float:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment for children that run the code of this process, with nobody's settings."""
+    """The environment for children that run the code of this process, with nobody's settings.
+
+    Whether the loops in C are used is no setting of a daemon: it goes for all.
+    """
     environment = without_settings(os.environ)
+    if NATIVE in os.environ:
+        environment[NATIVE] = os.environ[NATIVE]
     # An installed daemon has its bytecode; without it every start would compile.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     paths = dict.fromkeys(_home(package) for package in PACKAGES)

@@ -15,6 +15,7 @@ import tierkv
 from tierkv.bench.bars import Verdict
 from tierkv.bench.ceilings import compiler
 from tierkv.bench.harness import Bench, Line
+from tierkv.native.loops import loops
 
 VERSION = 2
 
@@ -29,6 +30,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     python: str
     numpy: str
     event_loop: str
+    loops: str
     compiler: str
     file_system: str
 
@@ -55,6 +57,7 @@ def describe_machine(folder: Path) -> Machine:
         python=platform.python_version(),
         numpy=np.__version__,
         event_loop="uvloop" if find_spec("uvloop") else "asyncio",
+        loops="Python" if loops().missing else "native",
         compiler=compiler() or "none: Python stands in for C",
         file_system=file_system(folder, Path("/proc/mounts").read_text()),
     )
@@ -140,6 +143,6 @@ def main_line(found: Document) -> str:
     machine = found.machine
     return (
         f"tierkv {found.tierkv}, {machine.cpus} CPUs ({machine.cpu}), {machine.system}, "
-        f"Python {machine.python}, {machine.event_loop}, {machine.file_system}; median of "
-        f"{found.rounds} rounds; {sys.implementation.name}"
+        f"{sys.implementation.name} {machine.python}, {machine.event_loop}, {machine.loops} loops, "
+        f"{machine.file_system}; median of {found.rounds} rounds"
     )

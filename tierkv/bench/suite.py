@@ -11,12 +11,12 @@ WORKLOADS = {
     "rpc": ("rpc.run", "hashing.run"),
     "lookup": ("lookup.run",),
     "put": ("put.run", "requests.run", "durable.run", "small.run", "first.run", "workers.puts"),
-    "get": ("get.run", "warm.run", "workers.gets"),
+    "get": ("get.run", "warm.run", "workers.gets", "attach.run"),
     "promote": ("promote.run",),
     "spill": ("spill.run",),
     "replay": ("replay.run",),
     "growth": ("growth.run", "index_size.run"),
-    "mixed": ("mixed.run",),
+    "mixed": ("mixed.run", "turns.run"),
     "attention": ("attention.run",),
 }
 """Names of functions in the modules beside this one, which are only imported when they run."""

@@ -14,7 +14,7 @@ from tierkv.bench.echo import Echo
 from tierkv.bench.harness import F64, MICROSECONDS, Bench, Line, each_call
 from tierkv.client.sync import Namespace
 from tierkv.core.ids import U32
-from tierkv.core.prefix import chain_hashes
+from tierkv.native.loops import loops
 from tierkv.rpc.messages import Acquire, Table
 from tierkv.rpc.wire import encode
 from tierkv.units import KiB, MiB
@@ -55,9 +55,10 @@ def _of(bench: Bench, namespace: Namespace, tokens: U32, bars: list[Bar]) -> Lin
     reply_bytes = len(encode(1, Table(1, bytes(4 * blocks), blocks, blocks)))
     calls = max(5, bench.pick(400_000, 20_000) // blocks)
     with Echo(bench, place, reply_bytes) as echo:
+        hashes = loops()
 
         def floor() -> None:
-            chain_hashes(spec.digest, tokens, spec.block_tokens)
+            hashes.chain_hashes(spec.digest, tokens, spec.block_tokens)
             echo.exchange(request)
 
         in_c, hashed = f"{echo.name}, C client", f"hashing + {echo.name}"
