@@ -29,7 +29,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY) $(NATIVE)
-	$(BIN)/python -m benchmarks
+	$(BIN)/tierkv bench all
 
 # As long as asked: make soak MINUTES=60
 soak: $(READY) $(NATIVE)

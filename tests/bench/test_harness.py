@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -10,17 +11,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tierkv_wal
 
-from benchmarks import harness
-from benchmarks.echo import Echo, frame
-from benchmarks.harness import (
+import tierkv
+from tierkv.bench import harness
+from tierkv.bench.bars import AtMost, Takes
+from tierkv.bench.echo import Echo, frame
+from tierkv.bench.harness import (
     CLOCK_TICKS_PER_S,
     MICROSECONDS,
     SECONDS,
+    Against,
     Bench,
     CpuMeter,
     Measured,
     busy_ticks,
+    child_environment,
     compare,
     each_call,
     gigabytes_per_s,
@@ -62,6 +68,39 @@ def test_percentiles_are_taken_within_a_round() -> None:
     measured = Measured({"ours": [calls, calls * 2]}, 0.0)
 
     assert measured.seconds("ours", 99) == pytest.approx([99.01e-6, 198.02e-6])
+
+
+def test_a_reference_may_have_a_percentile_of_its_own() -> None:
+    calls = np.arange(1, 101) / 1e6
+    measured = Measured({"ours": [calls], "ceiling": [calls]}, 0.0)
+
+    line = measured.line(
+        "x",
+        MICROSECONDS,
+        "ours",
+        [Against("ceiling", 50)],
+        Bench(Path()).same_core,
+        percentile=99,
+        bars=[Takes(2, "ceiling p50"), AtMost(99)],
+    )
+
+    assert line.references[0].value == pytest.approx(50.5)
+    assert [one.holds for one in line.bars] == [True, False]
+    assert line.bars[0].measured == pytest.approx(99.01 / 50.5)
+
+
+def test_children_run_this_code_with_nobodys_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERKV_DEVICE__BYTES", "1 MiB")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    code = "import sys, tierkv, tierkv_wal; print(tierkv.__file__, tierkv_wal.__file__)"
+    environment = child_environment()
+    command = [sys.executable, "-P", "-c", code]
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == [tierkv.__file__, tierkv_wal.__file__]
+    assert "TIERKV_DEVICE__BYTES" not in environment
+    assert "PYTHONDONTWRITEBYTECODE" not in environment
 
 
 def test_rates_turn_seconds_round() -> None:
@@ -164,7 +203,7 @@ def test_echo_answers_this_process_and_its_own_client(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, has_compiler: bool
 ) -> None:
     if not has_compiler:
-        monkeypatch.setattr("benchmarks.echo.compiler", lambda: None)
+        monkeypatch.setattr("tierkv.bench.ceilings.compiler", lambda: None)
     with Echo(bench, bench.same_core, reply_bytes=20_000) as echo:
         echo.exchange(frame(100_000))
         spent = echo.ping(100_000, 5)

@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks import report
-from benchmarks.harness import Line, Reference
+from tierkv.bench import report
+from tierkv.bench.bars import Reference, Verdict
+from tierkv.bench.harness import Bench, Line
 
 LINE = Line(
     name="put.64k",
@@ -19,16 +20,22 @@ LINE = Line(
     placement="same core",
     foreign_cores=0.5,
     note="evicting",
+    bars=[Verdict(">= 0.75 of memcpy", 0.123, False), Verdict(">= 1 GB/s", 1.234, True)],
 )
 
 
-def some_document(tmp_path: Path, *, quick: bool = False) -> report.Document:
-    machine = report.describe_machine(tmp_path)
-    return report.document([LINE], machine, quick=quick, rounds=3)
+def some_document(tmp_path: Path) -> report.Document:
+    bench = Bench(tmp_path, quick=True, rounds=3)
+    document = report.document(report.describe_machine(tmp_path), bench)
+    document.lines.append(LINE)
+    return document
 
 
 def test_a_line_for_people_names_value_ratio_reference_placement_and_noise() -> None:
-    expected = "put.64k 1.23 GB/s 0.12x memcpy (10.0) [same core, foreign 0.50] (evicting)"
+    expected = (
+        "put.64k 1.23 GB/s 0.12x memcpy (10.0) [same core, foreign 0.50] (evicting) "
+        "below: 0.12 (>= 0.75 of memcpy) ok: 1.23 (>= 1 GB/s)"
+    )
 
     assert " ".join(report.render(LINE).split()) == expected
 
@@ -44,25 +51,28 @@ def test_numbers_have_the_digits_that_matter(value: float, text: str) -> None:
 def test_the_document_survives_a_round_trip(tmp_path: Path) -> None:
     found = some_document(tmp_path)
 
-    report.save(found, tmp_path / "made" / "x.json")
-
-    assert report.load(tmp_path / "made" / "x.json") == found
+    assert report.from_json(report.to_json(found)) == found
+    assert (found.quick, found.rounds) == (True, 3)
 
 
 def test_a_document_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
     plain = msgspec.to_builtins(some_document(tmp_path))
     plain["lines"][0]["sped"] = 1
-    (tmp_path / "x.json").write_bytes(msgspec.json.encode(plain))
 
     with pytest.raises(msgspec.ValidationError, match="sped"):
-        report.load(tmp_path / "x.json")
+        report.from_json(msgspec.json.encode(plain))
 
 
-def test_the_file_name_says_what_ran_but_not_where(tmp_path: Path) -> None:
-    full, quick = some_document(tmp_path), some_document(tmp_path, quick=True)
+def test_programs_may_rely_on_these_keys(tmp_path: Path) -> None:
+    plain = msgspec.json.decode(report.to_json(some_document(tmp_path)))
 
-    assert full.file_name.endswith("cpu-full.json")
-    assert quick.file_name.endswith("cpu-quick.json")
+    assert plain["version"] == 2
+    assert list(plain) == ["version", "tierkv", "quick", "rounds", "machine", "lines"]
+    assert plain["lines"][0]["bars"][0] == {
+        "bar": ">= 0.75 of memcpy",
+        "measured": 0.123,
+        "holds": False,
+    }
 
 
 def test_no_path_of_this_machine_is_in_the_document(tmp_path: Path) -> None:

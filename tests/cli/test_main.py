@@ -60,7 +60,7 @@ def test_help_and_version_import_nothing_heavy(argument: str) -> None:
 
 def test_reading_commands_do_without_the_daemons_libraries() -> None:
     code = (
-        "import sys, tierkv.cli.status, tierkv.cli.config, tierkv.cli.serve\n"
+        "import sys, tierkv.cli.status, tierkv.cli.config, tierkv.cli.serve, tierkv.cli.bench\n"
         "heavy = [name for name in ('torch', 'numpy', 'lmdb', 'prometheus_client', 'rich')\n"
         "         if name in sys.modules]\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
@@ -88,7 +88,7 @@ def test_without_a_command_help_is_shown(tierkv: Callable[..., tuple[int, str, s
     assert out.startswith("Usage: tierkv")
 
 
-@pytest.mark.parametrize("name", ["serve", "status", "config", "verify", "wal", "torture", "demo"])
+@pytest.mark.parametrize("name", [*main_module.COMMANDS])
 def test_every_command_has_its_name_and_help(
     name: str, tierkv: Callable[..., tuple[int, str, str]]
 ) -> None:

@@ -29,6 +29,7 @@ COMMANDS = {
     "verify": _Command("tierkv.cli.verify", "Check the log, the index and the blocks on disk."),
     "wal": _Command("tierkv.cli.wal", "Dump, measure, check and repair the log."),
     "torture": _Command("tierkv.cli.torture", "Kill a daemon under load; count what survives."),
+    "bench": _Command("tierkv.cli.bench", "Measure speed against what the machine can do."),
     "demo": _Command("tierkv.cli.demo", "Generate text with a small model on a tierkv cache."),
 }
 """Each module has a click command named like its key; the summary is here to spare the import."""

@@ -1,4 +1,4 @@
-"""Where a torture may take place: in a new folder, away from every store and its settings."""
+"""Where a torture, or a benchmark, takes place: away from every store and its settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tierkv.errors import ConfigError
 from tierkv.units import MiB, format_bytes
 
 NEEDED_BYTES = 256 * MiB
-"""Room that a store, its log and its index never pass."""
+"""Room that a torture's store, its log and its index never pass."""
 
 
 def beside(state_dir: Path) -> Path:
@@ -25,7 +25,7 @@ def beside(state_dir: Path) -> Path:
     return place
 
 
-def new_folder(parent: Path) -> Path:
+def new_folder(parent: Path, purpose: str = "torture", needed_bytes: int = NEEDED_BYTES) -> Path:
     """Make an empty folder in ``parent``, which is made if it is not there.
 
     Raises ConfigError if that cannot be done or has too little room.
@@ -33,12 +33,12 @@ def new_folder(parent: Path) -> Path:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         free_bytes = shutil.disk_usage(parent).free
-        if free_bytes < NEEDED_BYTES:
+        if free_bytes < needed_bytes:
             raise ConfigError(
-                f"{parent} has {format_bytes(free_bytes)} left, and {format_bytes(NEEDED_BYTES)} "
+                f"{parent} has {format_bytes(free_bytes)} left, and {format_bytes(needed_bytes)} "
                 "are needed; name another directory by --dir"
             )
-        return Path(tempfile.mkdtemp(prefix="tierkv-torture-", dir=parent))
+        return Path(tempfile.mkdtemp(prefix=f"tierkv-{purpose}-", dir=parent))
     except OSError as error:
         raise ConfigError(
             f"cannot make a folder in {parent}: {error.strerror}; name another directory by --dir"

@@ -10,7 +10,7 @@ import tierkv_kernels
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.harness import MICROSECONDS, Bench, Line, Placement, each_call
+from tierkv.bench.harness import MICROSECONDS, Bench, Line, Placement, each_call
 
 LAYERS, BLOCK_TOKENS, Q_HEADS, KV_HEADS, HEAD_DIM = 4, 16, 9, 3, 64
 """SmolLM2-135M, but fewer layers."""

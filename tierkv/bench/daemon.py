@@ -16,8 +16,8 @@ from typing import Self
 import numpy as np
 
 import tierkv
-from benchmarks.echo import receive
-from benchmarks.harness import Bench, Placement, child_environment
+from tierkv.bench.echo import receive
+from tierkv.bench.harness import Bench, Placement, child_environment
 from tierkv.client.attach import Opening
 from tierkv.client.sync import Client
 from tierkv.core.ids import U32
@@ -66,7 +66,7 @@ class Daemon:
             "disk.bytes": "0",
             "wal.segment_bytes": "16 MiB",
             "metrics.tcp": "",
-            "metrics.socket": "",
+            "metrics.socket": str(self._run / "metrics.sock"),
             **settings,
         }
 
@@ -109,6 +109,14 @@ class Daemon:
     def connect(self) -> Client:
         """A worker."""
         return tierkv.connect(self.socket)
+
+    def metrics(self) -> str:
+        """The page /metrics."""
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(self._run / "metrics.sock"))
+            sock.sendall(b"GET /metrics HTTP/1.0\r\nHost: bench\r\n\r\n")
+            received = b"".join(iter(lambda: sock.recv(1 << 16), b""))
+        return received.decode().partition("\r\n\r\n")[2]
 
     def __enter__(self) -> Self:
         self.start()
@@ -167,7 +175,10 @@ class Link:
 
     def call(self, request: Request) -> Reply:
         """Encode, send, receive, decode."""
-        size = self.exchange(encode(0, request))
+        return self.decode(self.exchange(encode(0, request)))
+
+    def decode(self, size: int) -> Reply:
+        """The reply of ``size`` bytes that came last."""
         return decode_reply(self._buffer[HEADER_BYTES:size])
 
     def exchange(self, frame: bytearray) -> int:

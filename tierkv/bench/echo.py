@@ -1,4 +1,4 @@
-"""The round trip's ceiling: a blocking echo server, compiled on the spot from echo.c.
+"""The round trip's ceiling: a blocking echo server, compiled on the spot.
 
 Without a C compiler a Python server takes its place, and the reference is called so. One client at
 a time: this process, or the C client.
@@ -6,39 +6,19 @@ a time: this process, or the C client.
 
 from __future__ import annotations
 
-import functools
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Self
 
-import numpy as np
+from tierkv.bench.ceilings import nanoseconds, program
+from tierkv.bench.harness import F64, Bench, Placement, child_environment, each_call
 
-from benchmarks.harness import F64, Bench, Placement, child_environment, each_call
-
-SOURCE = Path(__file__).parent / "echo.c"
 HEADER_BYTES = 16
 REPLY_BYTES_MAX = 16 << 20
-
-
-def compiler() -> str | None:
-    """Name of a C compiler on the path."""
-    return next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-
-
-@functools.cache
-def _program(folder: Path) -> str | None:
-    """Path of the program, compiled into ``folder``; None without a compiler."""
-    command = compiler()
-    if command is None:
-        return None
-    program = folder / "echo"
-    subprocess.run([command, "-O2", "-o", str(program), str(SOURCE)], check=True)
-    return str(program)
 
 
 class Echo:
@@ -50,11 +30,11 @@ class Echo:
         self._reply_bytes = reply_bytes
         self._folder = Path(tempfile.mkdtemp(prefix="tierkv-echo-"))
         self._path = str(self._folder / "echo.sock")
-        self._program = _program(bench.folder)
+        self._program = program(bench.folder, "echo")
         self.name = "C echo" if self._program else "Python echo"
 
     def __enter__(self) -> Self:
-        server = [self._program] if self._program else [sys.executable, "-m", "benchmarks.echo"]
+        server = [self._program] if self._program else [sys.executable, "-m", "tierkv.bench.echo"]
         command = [*server, "serve", self._path, str(self._reply_bytes)]
         self._process = self._bench.spawn(self._placement.server, command, env=child_environment())
         self._sock = self._connect()
@@ -81,12 +61,10 @@ class Echo:
             return each_call(lambda: self.exchange(request), count)
         self._sock.close()  # one client at a time
         command = [self._program, "ping", self._path, str(request_bytes), str(count)]
-        process = self._bench.spawn(self._placement.client, command, stdout=subprocess.PIPE)
-        spent = process.communicate()[0]
-        if self._bench.reap(process):
-            raise RuntimeError("the echo client failed")
-        self._sock = self._connect()
-        return np.frombuffer(spent, np.uint64) / 1e9
+        try:
+            return nanoseconds(self._bench, self._placement.client, command)
+        finally:
+            self._sock = self._connect()
 
     def _connect(self) -> socket.socket:
         self._buffer = memoryview(bytearray(self._reply_bytes))

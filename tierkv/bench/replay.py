@@ -12,33 +12,25 @@ import numpy as np
 import xxhash
 from tierkv_wal import RealStorage, WalReader
 
-from benchmarks.daemon import Daemon, spec_of
-from benchmarks.harness import SECONDS, Bench, Line, child_environment, once, thousands_per_s
-from benchmarks.lookup import fill
-from benchmarks.rebuild import rebuild_line
-from benchmarks.wal import SPEC as CYCLE_SPEC
-from benchmarks.wal import cycle, prompts
-from tierkv.cli.options import load_config
-from tierkv.core.ids import I64, U8, Tier
-from tierkv.core.records import RECORD, Kind, Records, blank, join
+from tierkv.bench.daemon import Daemon, spec_of
+from tierkv.bench.full_store import disk_bytes, make_full
+from tierkv.bench.harness import SECONDS, Bench, Line, child_environment, once, thousands_per_s
+from tierkv.bench.lookup import fill
+from tierkv.bench.rebuild import rebuild_line
+from tierkv.bench.small import SPEC as CYCLE_SPEC
+from tierkv.bench.small import cycle, prompts
+from tierkv.core.ids import U8, Tier
+from tierkv.core.records import RECORD
 from tierkv.core.replay import replay
-from tierkv.core.state import PoolShape, State
-from tierkv.service.checkpoint import FRAMES_MAX
-from tierkv.service.recovery import recover
-from tierkv.service.snapshot import index_changes, restore
-from tierkv.service.store import StateDirectory, read_format
-from tierkv.tiers.index import Index
+from tierkv.core.state import State
+from tierkv.service.snapshot import restore
+from tierkv.service.store import read_format
+from tierkv.tiers.index import Index, IndexContents
 from tierkv.tiers.sizes import slot_bytes
 
 IMPORTS = "import tierkv.cli.serve, tierkv.service.daemon"
 DEVICE_BYTES = 16 << 20
 INDEX_BYTES = 16 << 30
-SHAPE = PoolShape(4096, 16)
-LEASE = 1
-NOBODY = 1 << 22
-"""A process id above every one that Linux gives."""
-ROWS_AT_WORK = 4096
-REQUEST_RECORDS = 7
 
 
 def run(bench: Bench) -> Iterator[Line]:
@@ -52,16 +44,16 @@ def run(bench: Bench) -> Iterator[Line]:
                 fill(cache.namespace(spec_of(64, block_tokens=1)), blocks)
             daemon.kill()
             kept = Kept(daemon)
-            yield _start(bench, daemon, kept, f"recovery.start.{blocks}", blocks)
+            yield _start(bench, daemon, kept, f"replay.start.{blocks}", blocks)
             kept.remove()
     blocks, records = bench.pick(500_000, 5000), bench.pick(1_000_000, 10_000)
-    settings["disk.bytes"] = str(2 * blocks * slot_bytes(Tier.DISK, SHAPE))
+    settings["disk.bytes"] = disk_bytes(blocks)
     with Daemon(bench, bench.two_cores, "recovery-full", settings) as daemon:
         daemon.kill()
-        _make_full(daemon, blocks, records)
+        make_full(daemon, blocks, records)
         kept = Kept(daemon)
-        yield _start(bench, daemon, kept, f"recovery.full.{blocks}.{records}", blocks)
-        yield _replay(bench, kept, f"recovery.replay.{records}.records")
+        yield _start(bench, daemon, kept, f"replay.full.{blocks}.{records}", blocks)
+        yield _replay(bench, kept, f"replay.log.{records}.records")
         kept.remove()
     del settings["disk.bytes"]
     with Daemon(bench, bench.two_cores, "recovery-cycles", settings) as daemon:
@@ -72,7 +64,7 @@ def run(bench: Bench) -> Iterator[Line]:
                 cycle(namespace, tokens)
         daemon.kill()
         kept = Kept(daemon)
-        yield _replay(bench, kept, f"recovery.replay.{count}.cycles")
+        yield _replay(bench, kept, f"replay.log.{count}.cycles")
         kept.remove()
     yield rebuild_line(bench)
 
@@ -145,110 +137,38 @@ def _start(bench: Bench, daemon: Daemon, kept: Kept, name: str, blocks: int) -> 
     return measured.line(name, SECONDS, "tierkv", ["imports", "read"], place, note=note)
 
 
-def _make_full(daemon: Daemon, blocks: int, records: int) -> None:
-    """As much as a daemon can leave: ``blocks`` in the index, and a log as long as one gets.
-
-    The log's work is that of a full cache: each request evicts a block and caches another one in
-    its row. Frames are as long as they are when the longest log has the most frames.
-    """
-    config = load_config(None, [f"{key}={value}" for key, value in daemon.settings.items()]).config
-    directory = StateDirectory.open(daemon.state)
-    recovered = recover(config, directory, lambda _what: None)
-    state, writer = recovered.state, recovered.writer
-    state.apply(_opening())
-    state.apply(_cached_on_disk(blocks))
-    changes = state.take_changes()
-    meta = {"checkpoint_lsn": writer.written_lsn}
-    recovered.index.commit(index_changes(state, changes, {}, meta))
-    work = _work(blocks, records)
-    for at in range(0, records, records // FRAMES_MAX + 1):
-        writer.append(work[at : at + records // FRAMES_MAX + 1].tobytes())
-        writer.write()
-    recovered.close()
-    directory.close()
+def load_index(state_dir: Path) -> tuple[bytes, IndexContents]:
+    """A store's uuid, and what its last checkpoint holds. Raises RuntimeError if there is none."""
+    stored = read_format(state_dir)
+    if stored is None:
+        raise RuntimeError(f"there is no store in {state_dir}")
+    index = Index(state_dir / "index", INDEX_BYTES)
+    try:
+        return stored.store_uuid, index.load()
+    finally:
+        index.close()
 
 
-def _opening() -> Records:
-    namespace, lease = blank(1, Kind.NAMESPACE), blank(1, Kind.LEASE_OPEN)
-    namespace["hash_hi"], namespace["id"], namespace["loc"] = (
-        1,
-        SHAPE.block_bytes,
-        SHAPE.block_tokens,
-    )
-    lease["key"], lease["id"] = LEASE, NOBODY
-    return join([namespace, lease])
-
-
-def _sealed(rows: I64, ids: I64) -> Records:
-    """SEAL records of blocks that are each a chain of its own."""
-    sealed = blank(len(rows), Kind.SEAL)
-    sealed["key"], sealed["id"], sealed["tier"] = rows, ids, 1
-    sealed["hash_hi"], sealed["hash_lo"] = ids, np.random.default_rng(1).permutation(ids)
-    return sealed
-
-
-def _cached_on_disk(blocks: int) -> Records:
-    rows = np.arange(blocks)
-    allocated = blank(blocks, Kind.ALLOC)
-    allocated["key"], allocated["id"] = rows, rows + 1
-    allocated["tier"], allocated["loc"] = Tier.DISK, rows
-    return join([allocated, _sealed(rows, rows + 1)])
-
-
-def _work(blocks: int, records: int) -> Records:
-    """Whole requests, and open leases at the end, shape [records]."""
-    count = -(-records // REQUEST_RECORDS)
-    requests = blank(count * REQUEST_RECORDS, Kind.EPOCH).reshape(count, REQUEST_RECORDS)
-    number = np.arange(count)
-    rows, ids, sequences = (
-        blocks + number % ROWS_AT_WORK,
-        blocks + 1 + number,
-        (LEASE << 32) + number,
-    )
-    opened, found, allocated, pushed, sealed, closed, dropped = requests.T
-    opened["type"], opened["id"] = Kind.SEQ_OPEN, sequences
-    found["type"], found["id"], found["aux"] = Kind.SEQ_PUSH, sequences, 1
-    found["hash_hi"] = number % blocks
-    allocated["type"], allocated["id"], allocated["key"] = Kind.ALLOC, ids, rows
-    allocated["loc"] = number % ROWS_AT_WORK
-    pushed["type"], pushed["id"], pushed["aux"], pushed["hash_hi"] = (
-        Kind.SEQ_PUSH,
-        sequences,
-        1,
-        rows,
-    )
-    sealed[:] = _sealed(rows, ids)
-    sealed["loc"] = number % blocks + 1
-    closed["type"], closed["id"] = Kind.SEQ_CLOSE, sequences
-    dropped["type"], dropped["id"], dropped["key"] = Kind.DROP, ids, rows
-    dropped["loc"] = number % ROWS_AT_WORK
-    return requests.reshape(-1)[:records]
+def restored(contents: IndexContents) -> State:
+    """The state of that checkpoint."""
+    state = State(dict.fromkeys(Tier, 1 << 50), slot_bytes)
+    restore(state, contents)
+    return state
 
 
 def _replay(bench: Bench, kept: Kept, name: str) -> Line:
     """The log's records into the state of the last checkpoint, in this process."""
     place = bench.same_core
     directory = kept.folder / "state"
-    stored = read_format(directory)
-    if stored is None:
-        raise RuntimeError(f"there is no store in {directory}")
-    uuid = stored.store_uuid
-    index = Index(directory / "index", INDEX_BYTES)
-    contents = index.load()
-    index.close()
+    uuid, contents = load_index(directory)
     after_lsn = int(contents.meta["checkpoint_lsn"])
 
     def frames() -> list[U8]:
         reader = WalReader(RealStorage(), str(directory / "wal"), uuid, after_lsn)
         return [frame.records for frame in reader.frames()]
 
-    def restored() -> State:
-        state = State(dict.fromkeys(Tier, 1 << 50), slot_bytes)
-        restore(state, contents)
-        return state
-
     def replayed() -> float:
-        state = restored()
+        state = restored(contents)
         return once(lambda: replay(state, np.concatenate(frames()).view(RECORD).reshape(-1)))
 
     records = sum(map(len, frames()))

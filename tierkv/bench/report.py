@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 
 import tierkv
-from benchmarks.echo import compiler
-from benchmarks.harness import Line
+from tierkv.bench.bars import Verdict
+from tierkv.bench.ceilings import compiler
+from tierkv.bench.harness import Bench, Line
+from tierkv.native.loops import loops
 
-VERSION = 1
-RESULTS = Path(__file__).parent / "results"
+VERSION = 2
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,6 +30,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     python: str
     numpy: str
     event_loop: str
+    loops: str
     compiler: str
     file_system: str
 
@@ -43,12 +45,6 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine: Machine
     lines: list[Line]
 
-    @property
-    def file_name(self) -> str:
-        """A name that says what was run, not where."""
-        size = "quick" if self.quick else "full"
-        return f"{self.tierkv}-{self.machine.cpus}cpu-{size}.json"
-
 
 def describe_machine(folder: Path) -> Machine:
     """This machine; ``folder`` is where the disk tier was measured."""
@@ -61,25 +57,25 @@ def describe_machine(folder: Path) -> Machine:
         python=platform.python_version(),
         numpy=np.__version__,
         event_loop="uvloop" if find_spec("uvloop") else "asyncio",
+        loops="Python" if loops().missing else "native",
         compiler=compiler() or "none: Python stands in for C",
         file_system=file_system(folder, Path("/proc/mounts").read_text()),
     )
 
 
-def document(lines: list[Line], machine: Machine, *, quick: bool, rounds: int) -> Document:
-    """The document of a run that has ended."""
-    return Document(VERSION, tierkv.__version__, quick, rounds, machine, lines)
+def document(machine: Machine, bench: Bench) -> Document:
+    """The document of a run that begins; its lines are still to come."""
+    return Document(VERSION, tierkv.__version__, bench.quick, bench.rounds, machine, [])
 
 
-def save(found: Document, path: Path) -> None:
-    """Write it as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+def to_json(found: Document) -> bytes:
+    """The document, indented."""
+    return msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
 
 
-def load(path: Path) -> Document:
+def from_json(content: bytes) -> Document:
     """Read it back. Raises msgspec.ValidationError if it is no such document."""
-    return msgspec.json.decode(path.read_bytes(), type=Document)
+    return msgspec.json.decode(content, type=Document)
 
 
 def render(line: Line) -> str:
@@ -87,9 +83,17 @@ def render(line: Line) -> str:
     against = "  ".join(
         f"{speed_text(one.speed)}x {one.name} ({number(one.value)})" for one in line.references
     )
+    verdicts = "".join(f"  {verdict_text(one)}" for one in line.bars)
     where = f"[{line.placement}, foreign {line.foreign_cores:.2f}]"
     note = f" ({line.note})" if line.note else ""
-    return f"{line.name:<28}{number(line.value):>8} {line.unit:<5} {against}  {where}{note}"
+    return (
+        f"{line.name:<28}{number(line.value):>8} {line.unit:<5} {against}  {where}{note}{verdicts}"
+    )
+
+
+def verdict_text(one: Verdict) -> str:
+    """Whether a bar holds, what was measured, and the bar."""
+    return f"{'ok' if one.holds else 'below'}: {number(one.measured)} ({one.bar})"
 
 
 def number(value: float) -> str:
@@ -139,6 +143,6 @@ def main_line(found: Document) -> str:
     machine = found.machine
     return (
         f"tierkv {found.tierkv}, {machine.cpus} CPUs ({machine.cpu}), {machine.system}, "
-        f"Python {machine.python}, {machine.event_loop}, {machine.file_system}; median of "
-        f"{found.rounds} rounds; {sys.implementation.name}"
+        f"{sys.implementation.name} {machine.python}, {machine.event_loop}, {machine.loops} loops, "
+        f"{machine.file_system}; median of {found.rounds} rounds"
     )

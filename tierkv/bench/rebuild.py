@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tierkv_wal import RealStorage
 
-from benchmarks.harness import Bench, Line, once, thousands_per_s
+from tierkv.bench.harness import Bench, Line, once, thousands_per_s
 from tierkv.core.ids import Tier
 from tierkv.core.prefix import chain_hashes
 from tierkv.core.spec import PAGE
@@ -56,7 +56,7 @@ def rebuild_line(bench: Bench) -> Line:
             place, {"tierkv": lambda: once(ours), "pread": lambda: once(pread)}
         )
     unit = thousands_per_s(blocks)
-    return measured.line(f"recovery.rebuild.{blocks}", unit, "tierkv", ["pread"], place)
+    return measured.line(f"replay.rebuild.{blocks}", unit, "tierkv", ["pread"], place)
 
 
 def _disk(folder: Path, blocks: int) -> DiskTier:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +23,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tierkv.bench.bars import Bar, Reference, Verdict
+from tierkv.native.library import VARIABLE as NATIVE
+from tierkv.torture.place import without_settings
+
 F64 = npt.NDArray[np.float64]
 Sample = float | F64
 """Seconds for one piece of work, or (shape [n]) of n equal pieces one after the other."""
 
-ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("tierkv", "tierkv_wal", "tierkv_kernels")
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _BUSY = (1, 2, 3, 6, 7, 8)
 """user, nice, system, irq, softirq, steal in the first line of /proc/stat (proc(5))."""
@@ -42,7 +47,7 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """What a line's value is given in, from seconds."""
+    """What a line's value is given in, from seconds (or from whatever its samples are)."""
 
     name: str
     convert: Callable[[float], float]
@@ -53,6 +58,15 @@ MILLISECONDS = Unit("ms", lambda seconds: seconds * 1e3)
 SECONDS = Unit("s", lambda seconds: seconds)
 
 
+def millions_per_s(count: int) -> Unit:
+    """Millions a second, when the work has ``count`` pieces."""
+    return Unit("M/s", lambda seconds: count / seconds / 1e6)
+
+
+BYTES_PER_BLOCK = Unit("B", lambda size: size)
+"""Of samples that are bytes."""
+
+
 def gigabytes_per_s(size_bytes: int) -> Unit:
     """10^9 bytes a second, when the work has this many bytes."""
     return Unit("GB/s", lambda seconds: size_bytes / seconds / 1e9)
@@ -61,19 +75,6 @@ def gigabytes_per_s(size_bytes: int) -> Unit:
 def thousands_per_s(count: int) -> Unit:
     """Thousands a second, when the work has ``count`` pieces."""
     return Unit("k/s", lambda seconds: count / seconds / 1e3)
-
-
-class Reference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a line is held against; ``value`` in the line's unit.
-
-    ``speed``: ours in multiples of the reference, median of the rounds, and the lowest and highest.
-    """
-
-    name: str
-    value: float
-    speed: float
-    speed_min: float
-    speed_max: float
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,6 +91,19 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     placement: str
     foreign_cores: float
     note: str = ""
+    bars: list[Verdict] = []
+
+
+@dataclass(frozen=True)
+class Against:
+    """A variant to hold a line against at a percentile of its own."""
+
+    variant: str
+    percentile: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant} p{self.percentile:g}"
 
 
 @dataclass(frozen=True)
@@ -108,25 +122,32 @@ class Measured:
         name: str,
         unit: Unit,
         variant: str,
-        references: Sequence[str],
+        references: Sequence[str | Against],
         placement: Placement,
         *,
         percentile: float = 50,
+        bars: Sequence[Bar] = (),
         note: str = "",
     ) -> Line:
         """The line about ``variant``, held against other variants at the same percentile."""
         ours = self.seconds(variant, percentile)
+        against = [
+            compare(one.name, unit, ours, self.seconds(one.variant, one.percentile))
+            if isinstance(one, Against)
+            else compare(one, unit, ours, self.seconds(one, percentile))
+            for one in references
+        ]
+        value = unit.convert(float(np.median(ours)))
         return Line(
             name=name,
             unit=unit.name,
-            value=unit.convert(float(np.median(ours))),
+            value=value,
             rounds=[unit.convert(seconds) for seconds in ours],
-            references=[
-                compare(one, unit, ours, self.seconds(one, percentile)) for one in references
-            ],
+            references=against,
             placement=placement.name,
             foreign_cores=self.foreign_cores,
             note=note,
+            bars=[bar.judge(value, unit.name, against) for bar in bars],
         )
 
 
@@ -166,15 +187,27 @@ def once(call: Callable[[], object]) -> float:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment for children that run the code of this checkout."""
-    paths = [str(ROOT), str(ROOT / "wal"), str(ROOT / "kernels")]
-    environment = {**os.environ}
-    if before := environment.get("PYTHONPATH"):
-        paths.append(before)
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    """The environment for children that run the code of this process, with nobody's settings.
+
+    Whether the loops in C are used is no setting of a daemon: it goes for all.
+    """
+    environment = without_settings(os.environ)
+    if NATIVE in os.environ:
+        environment[NATIVE] = os.environ[NATIVE]
     # An installed daemon has its bytecode; without it every start would compile.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    paths = dict.fromkeys(_home(package) for package in PACKAGES)
+    if before := environment.get("PYTHONPATH"):
+        paths[before] = None
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     return environment
+
+
+def _home(package: str) -> str:
+    found = find_spec(package)
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError(package)
+    return str(Path(found.origin).parents[1])
 
 
 class CpuMeter:
@@ -218,10 +251,14 @@ def _process_ticks(pid: int) -> int:
 
 @dataclass
 class Bench:
-    """One run of the suite. ``folder`` is on the file system that the disk tier is measured on."""
+    """One run. ``folder`` is on the file system that the disk tier is measured on.
+
+    ``quick``: small sizes, for tests. ``full``: also what takes many minutes or much memory.
+    """
 
     folder: Path
     quick: bool = False
+    full: bool = False
     rounds: int = 5
     profile: Path | None = None
     cpus: Sequence[int] = field(default_factory=lambda: sorted(os.sched_getaffinity(0)))

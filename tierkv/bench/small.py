@@ -1,20 +1,21 @@
-"""Small changes: begin, reserve, append one block, end; each acknowledged as the mode promises."""
+"""Small changes: begin with room, append one block, end; acknowledged as the mode promises."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
 
-from benchmarks.daemon import Daemon, Link, some_tokens, spec_of
-from benchmarks.harness import F64, Bench, Line, Placement, each_call, thousands_per_s
-from benchmarks.raw import RawLog
+from tierkv.bench import worker
+from tierkv.bench.daemon import Daemon, Link, some_tokens, spec_of
+from tierkv.bench.harness import F64, Bench, Line, Placement, each_call, thousands_per_s
+from tierkv.bench.raw import RawLog
 from tierkv.client.sync import Namespace
 from tierkv.core.ids import U32
 from tierkv.rpc.messages import Acquire, Release
 from tierkv.rpc.wire import encode
 
 SPEC = spec_of(64)
-ROUND_TRIPS = 4
+REQUESTS = 3
 CLIENTS = 16
 
 
@@ -23,7 +24,7 @@ def run(bench: Bench) -> Iterator[Line]:
     for mode in ("kill", "power") if bench.quick else ("none", "kill", "power"):
         settings = {"wal.durability": mode, "disk.bytes": "64 MiB"}
         place = bench.same_core
-        with Daemon(bench, place, f"wal-{mode}", settings) as daemon:
+        with Daemon(bench, place, f"small-{mode}", settings) as daemon:
             yield _cycles(bench, place, daemon, mode)
             yield _together(bench, place, daemon, mode)
 
@@ -42,13 +43,13 @@ def _cycles(bench: Bench, place: Placement, daemon: Daemon, mode: str) -> Line:
             return each_call(lambda: cycle(namespace, next(fresh)), count)
 
         def floor() -> None:
-            for _ in range(ROUND_TRIPS):
+            for _ in range(REQUESTS):
                 link.exchange(null)
                 raw.append()
             raw.sync()
 
         def bare() -> None:
-            for _ in range(ROUND_TRIPS):
+            for _ in range(REQUESTS):
                 raw.append()
             raw.sync()
 
@@ -61,8 +62,8 @@ def _cycles(bench: Bench, place: Placement, daemon: Daemon, mode: str) -> Line:
                 raw.name: lambda: each_call(bare, count),
             },
         )
-    name, unit = f"wal.cycle.{mode}", thousands_per_s(1)
-    return measured.line(name, unit, "tierkv", [both, raw.name], place, note="4 requests each")
+    name, unit = f"put.small.{mode}", thousands_per_s(1)
+    return measured.line(name, unit, "tierkv", [both, raw.name], place, note="3 requests each")
 
 
 def prompts(count: int, seed: int = 0) -> Iterable[U32]:
@@ -71,9 +72,8 @@ def prompts(count: int, seed: int = 0) -> Iterable[U32]:
 
 
 def cycle(namespace: Namespace, tokens: U32) -> None:
-    """Cache one block, in four requests."""
-    sequence = namespace.begin(tokens)
-    sequence.reserve(SPEC.block_tokens)
+    """Cache one block, in three requests."""
+    sequence = worker.reserve(namespace, tokens)
     sequence.append(tokens)
     sequence.end()
 
@@ -101,7 +101,7 @@ def _together(bench: Bench, place: Placement, daemon: Daemon, mode: str) -> Line
     for link in links:
         link.close()
     return measured.line(
-        f"wal.begin_end.x{CLIENTS}.{mode}",
+        f"put.begin_end.x{CLIENTS}.{mode}",
         thousands_per_s(CLIENTS),
         "together",
         ["one worker"],

@@ -1,0 +1,1 @@
+"""Benchmarks: how fast the daemon is on this machine, against what the machine can do"""

@@ -1,0 +1,55 @@
+"""What a worker does with blocks, by the worker API: the only place where workloads call it so."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tierkv.client.sync import Namespace, Sequence
+from tierkv.core.ids import U8, U32
+
+
+def begin(namespace: Namespace, tokens: U32) -> Sequence:
+    """Begin on all of ``tokens``, which must be cached. Raises RuntimeError if they are not."""
+    sequence = namespace.begin(tokens, keep=0)
+    if sequence.cached_tokens != len(tokens):
+        raise RuntimeError(f"only {sequence.cached_tokens} of {len(tokens)} tokens are cached")
+    return sequence
+
+
+def reserve(namespace: Namespace, tokens: U32) -> Sequence:
+    """Begin on ``tokens`` that nobody has cached, with room for all of them."""
+    sequence = namespace.begin(tokens, keep=0, reserve=0)
+    if sequence.cached_tokens:
+        raise RuntimeError(f"{sequence.cached_tokens} of {len(tokens)} tokens are cached already")
+    return sequence
+
+
+def put(namespace: Namespace, tokens: U32, payload: U8) -> None:
+    """Cache ``tokens`` with ``payload`` (u8 [blocks, block_bytes]) by copy, and let go of them."""
+    sequence = reserve(namespace, tokens)
+    namespace.pool[sequence.block_table, : payload.shape[1]] = payload
+    sequence.append(tokens)
+    sequence.end()
+
+
+def get(namespace: Namespace, tokens: U32, out: U8) -> None:
+    """Copy the blocks of ``tokens`` into ``out`` (u8 [blocks, block_bytes]), and let go of them."""
+    sequence = begin(namespace, tokens)
+    take(namespace, sequence, out)
+    sequence.end()
+
+
+def read(namespace: Namespace, tokens: U32, out: U8) -> None:
+    """The same without a sequence, in one round trip: what is copied is checked instead."""
+    copied = namespace.read(tokens, out)
+    if copied != len(out):
+        raise RuntimeError(f"only {copied} of {len(out)} blocks were read")
+
+
+def take(namespace: Namespace, sequence: Sequence, out: U8) -> None:
+    """The copy of ``get`` alone: all blocks of a sequence."""
+    pool = namespace.pool
+    if pool.shape[1] == out.shape[1]:
+        np.take(pool, sequence.block_table, 0, out=out, mode="clip")
+    else:
+        out[:] = pool[sequence.block_table, : out.shape[1]]
