@@ -56,6 +56,10 @@ class FakeTiers:
     def extras(self, tier: Tier, pool: int, slots: Any) -> Any:
         return np.array([self.at(tier, pool, s).extra for s in slots], np.uint64)
 
+    def same(self, tier: Tier, pool: int, slots: Any, tokens: Any, extras: Any) -> Any:
+        same = (self.tokens(tier, pool, slots) == tokens).all(1)
+        return same & (self.extras(tier, pool, slots) == extras)
+
     def fill(self, tier: Tier, pool: int, slots: Any, entries: BlockEntries) -> None:
         for n, s in enumerate(slots):
             slot = self.at(tier, pool, s)

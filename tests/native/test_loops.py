@@ -238,3 +238,25 @@ def test_no_entry_is_written_where_there_is_no_slot(loops: Loops) -> None:
         with pytest.raises(InvariantViolation):
             loops.write_entries(table, np.array([0, slot]), columns)
     assert not table.any()
+
+
+@pytest.mark.parametrize("block_tokens", [1, 3, 16, 64])
+def test_content_is_compared(loops: Loops, block_tokens: int) -> None:
+    count = 20
+    tokens = RNG.integers(0, 2**32, (count, block_tokens)).astype(np.uint32)
+    extras = RNG.integers(0, 2**63, count).astype(np.uint64)
+    table = np.zeros((count, entry_dtype(block_tokens).itemsize), np.uint8)
+    slots = RNG.permutation(count)
+    ids = np.arange(count, dtype=np.uint64)
+    words = (ids, None, None, None, None, None, extras)
+    loops.write_entries(table, slots, EntryColumns(words, 1, block_tokens, bytes(16), tokens))
+    assert loops.same_content(table, slots, tokens, extras).all()
+    other_tokens, other_extras = tokens.copy(), extras.copy()
+    other_tokens[3, -1] ^= 1
+    other_tokens[7, 0] ^= 1 << 31
+    other_extras[11] ^= 1
+    found = loops.same_content(table, slots, other_tokens, other_extras)
+    assert np.flatnonzero(~found).tolist() == [3, 7, 11]
+    assert loops.same_content(table, slots[::-1], tokens[::-1], extras[::-1]).all()
+    with pytest.raises(InvariantViolation):
+        loops.same_content(table, slots + 1, tokens, extras)

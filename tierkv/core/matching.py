@@ -85,11 +85,10 @@ class Matcher:
             seen |= here
             for pool, members in self._state.by_pool(rows[here]):
                 slots = blocks.slot[tier][members].astype(np.int64)
-                tables = self._placement.tables
-                same = tables.tokens(tier, pool, slots) == chain.tokens[: len(rows)][here]
-                extras = tables.extras(tier, pool, slots) == chain.extras[: len(rows)][here]
-                if not (every(same) and every(extras)):
-                    good[here] = same.all(1) & extras
+                chosen = slice(len(rows)) if len(members) == len(rows) else indices(here)
+                good[chosen] = self._placement.tables.same(
+                    tier, pool, slots, chain.tokens[chosen], chain.extras[chosen]
+                )
         if not every(good):
             self._placement.counters.mismatched_blocks += 1
             return int(good.argmin())

@@ -7,10 +7,13 @@ from typing import Protocol
 
 import numpy as np
 
+from tierkv.core.arrays import some
 from tierkv.core.ids import I64, U32, Bool
 from tierkv.core.space import Memory, ahead, column, stretched, widest
 
 SCAN = 1024
+SCAN_MAX = 8192
+"""Entries of the log that are looked at together, at first and at most."""
 
 TIDY = 4
 """Entries of the log that are tidied per row touched: at least 2, or it would never be done."""
@@ -119,16 +122,18 @@ class Lru:
         found: list[I64] = []
         at = self._head
         leading = True
+        scan = SCAN
         while need_bytes > 0 and at < self._tail:
             if self._to <= at < self._from:
                 at = self._from
                 continue
-            stop = min(at + SCAN, self._to if at < self._to else self._tail)
+            stop = min(at + scan, self._to if at < self._to else self._tail)
+            scan = min(2 * scan, SCAN_MAX)  # who needs many gets them in a few looks
             rows = self._live(at, stop)
             good = eligible(rows)
             kept = good | stays(rows)
             self.forget(rows[~kept])
-            leading = leading and not kept.any()
+            leading = leading and not some(kept)
             if leading:
                 self._head = stop
             rows = rows[good]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from tierkv.core.ids import I64, U32, U64, Tier
+from tierkv.core.ids import I64, U32, U64, Bool, Tier
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,11 @@ class BlockEntries:
 class SlotTables(Protocol):
     """The entries beside RAM slots: which block a slot holds, with its tokens."""
 
-    def tokens(self, tier: Tier, pool: int, slots: I64) -> U32:
-        """Token ids of the blocks in the slots, shape [n, block_tokens]."""
-        ...
+    def same(self, tier: Tier, pool: int, slots: I64, tokens: U32, extras: U64) -> Bool:
+        """Which blocks in the slots have these token ids and digests of extra keys, shape [n].
 
-    def extras(self, tier: Tier, pool: int, slots: I64) -> U64:
-        """Digests of the blocks' extra keys, shape [n]."""
+        ``tokens``: shape [n, block_tokens], ``extras``: [n].
+        """
         ...
 
     def fill(self, tier: Tier, pool: int, slots: I64, entries: BlockEntries) -> None:

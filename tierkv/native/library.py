@@ -40,6 +40,10 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         ctypes.c_int,
         (*_MATRIX, _POINTER, _SIZE, _POINTER, _U32, _U32, ctypes.c_char_p, _POINTER),
     ),
+    "tierkv_entries_same": (
+        ctypes.c_int,
+        (*_MATRIX, _POINTER, _SIZE, _U32, _POINTER, _POINTER, _POINTER),
+    ),
     "tierkv_places_get": (
         ctypes.c_int,
         (*_PLACES, _U64, _POINTER, *_COLUMN, _POINTER, _POINTER, _SIZE, _POINTER),

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from tierkv.core import prefix
-from tierkv.core.ids import U8, U32, U64
+from tierkv.core.ids import U8, U32, U64, Bool
 from tierkv.core.table import HashTable
 from tierkv.errors import require
 from tierkv.native.library import Library, NoLibrary, load
@@ -28,6 +28,10 @@ DIGEST_BYTES = 16
 CHECKED_MIN = 17
 EXTRA_BYTES = 8
 CHECK_BYTES = 8
+EXTRA_AT = 6
+"""The word of an entry that is the digest of its extra keys."""
+TOKENS_AT = 20
+"""The first 32-bit word of an entry that is a token."""
 U32_BYTES = 4
 IN_POOL = "slots are in the pool"
 ONE_EACH = "one source for each target"
@@ -80,6 +84,13 @@ class Loops(Protocol):
         """Write entries, whole with their checks, into rows of a slot table.
 
         ``table``: u8 [rows, entry bytes], contiguous. ``tiers.entry`` describes the format.
+        """
+        ...
+
+    def same_content(self, table: U8, slots: Slots, tokens: U32, extras: U64) -> Bool:
+        """Which rows of a slot table have these tokens and digests of extra keys, shape [n].
+
+        ``table``: u8 [rows, entry bytes], contiguous.
         """
         ...
 
@@ -168,6 +179,15 @@ class PythonLoops:
             sizes[:, at + 6 : at + 6 + entries.block_tokens] = entries.tokens
         words[:, -1] = self.checks(rows[:, :-CHECK_BYTES])
         table.view("<u8")[slots] = words
+
+    def same_content(self, table: U8, slots: Slots, tokens: U32, extras: U64) -> Bool:
+        """See Loops."""
+        _check_slots(table, slots)
+        block_tokens = tokens.shape[1]
+        held = table.view("<u4")[:, TOKENS_AT : TOKENS_AT + block_tokens][slots]
+        same = (held == tokens).all(1)
+        same &= table.view("<u8")[:, EXTRA_AT][slots] == extras
+        return np.asarray(same)
 
     def table(self) -> HashTable:
         """See Loops."""
@@ -261,6 +281,20 @@ class NativeLoops:
     def table(self) -> HashTable:
         """See Loops."""
         return HashTable(array=functools.partial(NativePlaces, self._library))
+
+    def same_content(self, table: U8, slots: Slots, tokens: U32, extras: U64) -> Bool:
+        """See Loops."""
+        numbers = _numbers(slots)
+        tokens = np.ascontiguousarray(tokens, np.uint32)
+        extras = np.ascontiguousarray(extras, np.uint64)
+        require(len(tokens) == len(extras) == len(slots), "tokens and extras for each slot")
+        same = np.empty(len(slots), np.bool_)
+        failed = self._library.quick.tierkv_entries_same(
+            *(*_matrix(table), address(numbers), len(slots)),
+            *(tokens.shape[1], address(tokens), address(extras), address(same)),
+        )
+        require(not failed, IN_POOL)
+        return same
 
     def _copy(
         self,

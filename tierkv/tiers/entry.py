@@ -134,6 +134,17 @@ def write_entries(
     loops().write_entries(rows, slots, EntryColumns(words, length, block_tokens, digest, tokens))
 
 
+def same_content(table: Entries, slots: Slots, tokens: U32, extras: U64) -> Bool:
+    """Which slots of a table hold blocks of these tokens and digests of extra keys, shape [n].
+
+    ``tokens``: shape [n, block_tokens], ``extras``: [n]. Looks at nothing else in the entries.
+    """
+    if not len(slots):
+        return np.zeros(0, np.bool_)
+    rows = table.view(np.uint8).reshape(len(table), table.dtype.itemsize)
+    return loops().same_content(rows, slots, tokens, extras)
+
+
 def set_checks(entries: Entries) -> None:
     """Compute every entry's check. Mutates ``entries``."""
     entries["check"] = _checks(entries)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from tierkv.core.ids import I64, U32, U64, Tier
+from tierkv.core.ids import I64, U32, U64, Bool, Tier
 from tierkv.core.slot_tables import BlockEntries
 from tierkv.tiers.arena import Arena
-from tierkv.tiers.entry import OPEN, write_entries
+from tierkv.tiers.entry import OPEN, same_content, write_entries
 
 
 class ArenaTables:
@@ -27,15 +27,9 @@ class ArenaTables:
         self._arenas = arenas
         self._before_change = before_change
 
-    def tokens(self, tier: Tier, pool: int, slots: I64) -> U32:
+    def same(self, tier: Tier, pool: int, slots: I64, tokens: U32, extras: U64) -> Bool:
         """See SlotTables."""
-        tokens: U32 = self._arenas[tier].table(pool)["tokens"][slots]
-        return tokens
-
-    def extras(self, tier: Tier, pool: int, slots: I64) -> U64:
-        """See SlotTables."""
-        extras: U64 = self._arenas[tier].table(pool)["extra"][slots]
-        return extras
+        return same_content(self._arenas[tier].table(pool), slots, tokens, extras)
 
     def fill(self, tier: Tier, pool: int, slots: I64, entries: BlockEntries) -> None:
         """See SlotTables."""

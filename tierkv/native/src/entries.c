@@ -5,6 +5,10 @@
 #define WORDS 7
 #define DIGEST_BYTES 16
 #define CHECK_BYTES 8
+#define EXTRA_AT 48
+#define TOKENS_AT 80
+/* Entries whose cache misses overlap. */
+#define AHEAD 8
 
 /* Write ``count`` entries of ``entry_bytes`` into slots of a table, whole with their checks.
  *
@@ -35,6 +39,28 @@ EXPORT int tierkv_entries(
         memset(at, 0, end - at);
         uint64_t check = xxh3_64(entry, end - entry);
         memcpy(end, &check, CHECK_BYTES);
+    }
+    return 0;
+}
+
+/* For each of ``count`` slots of a table, whether its entry has these tokens and this extra digest.
+ * -1: a slot is no row of the table. */
+EXPORT int tierkv_entries_same(
+    const uint8_t *table, size_t entry_bytes, size_t rows, const uint32_t *slots, size_t count,
+    uint32_t block_tokens, const uint32_t *tokens, const uint64_t *extras, uint8_t *same
+) {
+    for (size_t n = 0; n < count; n++)
+        if (slots[n] >= rows) return -1;
+    size_t token_bytes = 4 * (size_t)block_tokens;
+    for (size_t n = 0; n < count; n++) {
+        if (n + AHEAD < count) {
+            const uint8_t *next = table + slots[n + AHEAD] * entry_bytes + EXTRA_AT;
+            __builtin_prefetch(next);
+            __builtin_prefetch(next + 64);
+        }
+        const uint8_t *entry = table + slots[n] * entry_bytes;
+        same[n] = read64(entry + EXTRA_AT) == extras[n] &&
+                  !memcmp(entry + TOKENS_AT, tokens + n * block_tokens, token_bytes);
     }
     return 0;
 }
