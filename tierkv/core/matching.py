@@ -13,7 +13,7 @@ import numpy as np
 
 from tierkv.core.arrays import every, indices, some
 from tierkv.core.effects import Flow, Headers, ReadHeaders
-from tierkv.core.ids import I64, NO_BLOCK, U32, U64, Bool, Tier
+from tierkv.core.ids import I64, NO_BLOCK, RAM_TIERS, U32, U64, Bool, Tier
 from tierkv.core.placement import Placement
 
 TierCounts = tuple[int, int, int]
@@ -77,22 +77,31 @@ class Matcher:
             return 0
         blocks = self._state.blocks
         good = np.ones(len(rows), np.bool_)
-        seen = np.zeros(len(rows), np.bool_)
-        for tier in (Tier.DEVICE, Tier.HOST):
-            here = blocks.has_copy(rows, tier) & ~seen
-            if not some(here):
-                continue
-            seen |= here
-            for pool, members in self._state.by_pool(rows[here]):
-                slots = blocks.slot[tier][members].astype(np.int64)
-                chosen = slice(len(rows)) if len(members) == len(rows) else indices(here)
-                good[chosen] = self._placement.tables.same(
-                    tier, pool, slots, chain.tokens[chosen], chain.extras[chosen]
-                )
+        left = np.arange(len(rows))
+        for tier in RAM_TIERS:
+            here = blocks.has_copy(rows[left], tier)
+            if some(here):
+                good[left[here]] = self._same(tier, rows, chain, left[here])
+            if every(here):
+                break
+            left = left[~here]
         if not every(good):
             self._placement.counters.mismatched_blocks += 1
             return int(good.argmin())
         return len(rows)
+
+    def _same(self, tier: Tier, rows: I64, chain: Chain, at: I64) -> Bool:
+        """Which rows of one chain (at these places) have its tokens and extra keys, shape [n].
+
+        By their entries in a RAM tier.
+        """
+        pool = int(self._state.pool_of(rows[:1])[0])
+        slots = self._state.blocks.slot[tier][rows[at]]
+        tables = self._placement.tables
+        if len(at) == len(rows):  # most often, and then nothing need be copied
+            whole = slice(len(rows))
+            return tables.same(tier, pool, slots, chain.tokens[whole], chain.extras[whole])
+        return tables.same(tier, pool, slots, chain.tokens[at], chain.extras[at])
 
     def prove_on_disk(self, rows: I64, chain: Chain) -> Flow[I64]:
         """Cut ``rows`` where a block that is only on disk has other tokens than ``chain``."""

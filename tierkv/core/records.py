@@ -139,7 +139,10 @@ def push(sequence: int, rows: npt.NDArray[np.uint32]) -> Records:
 
 def pushed_rows(records: Records) -> npt.NDArray[np.uint32]:
     """The rows carried by a run of PUSH records, in order (shape [n], u32)."""
-    table = records.view("<u4").reshape(len(records), 16)[:, 4:16]
+    words = records.view("<u4")
+    if len(records) == 1:
+        return words[4 : 4 + int(records["aux"][0])]
+    table = words.reshape(len(records), 16)[:, 4:16]
     counts = records["aux"].astype(np.int64)
     mask = np.arange(ROWS_PER_PUSH)[None, :] < counts[:, None]
     return table[mask]

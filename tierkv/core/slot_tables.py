@@ -30,7 +30,7 @@ class BlockEntries:
 class SlotTables(Protocol):
     """The entries beside RAM slots: which block a slot holds, with its tokens."""
 
-    def same(self, tier: Tier, pool: int, slots: I64, tokens: U32, extras: U64) -> Bool:
+    def same(self, tier: Tier, pool: int, slots: U32, tokens: U32, extras: U64) -> Bool:
         """Which blocks in the slots have these token ids and digests of extra keys, shape [n].
 
         ``tokens``: shape [n, block_tokens], ``extras``: [n].

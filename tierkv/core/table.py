@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tierkv.core.arrays import some
 from tierkv.core.ids import I64, U32, U64, Bool
 from tierkv.core.space import Memory, zeros
 
@@ -79,14 +80,14 @@ class HashTable:
     def get_prefix(self, hi: U64, lo: U64, column_hi: U64, column_lo: U64) -> I64:
         """Rows of the leading hashes that are present, shape [<= n]; stops early on a miss."""
         head = self.get(hi[:FIRST_PROBE], lo[:FIRST_PROBE], column_hi, column_lo)
-        missing = np.flatnonzero(head < 0)
-        if missing.size:
-            return head[: missing[0]]
+        missing = head < 0
+        if some(missing):
+            return head[: int(missing.argmax())]
         if len(hi) <= FIRST_PROBE:
             return head
         rest = self.get(hi[FIRST_PROBE:], lo[FIRST_PROBE:], column_hi, column_lo)
-        missing = np.flatnonzero(rest < 0)
-        return np.concatenate([head, rest[: missing[0]] if missing.size else rest])
+        missing = rest < 0
+        return np.concatenate([head, rest[: int(missing.argmax())] if some(missing) else rest])
 
     def put(self, rows: I64, column_hi: U64, column_lo: U64) -> None:
         """Add rows whose hashes are distinct and absent. Mutates the table."""

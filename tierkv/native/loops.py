@@ -336,7 +336,7 @@ def loops() -> Loops:
 def _matrix(matrix: U8) -> tuple[int, int, int]:
     """Where rows lie: the first one's address, the bytes from one to the next, their number."""
     _check_rows(matrix)
-    return matrix.ctypes.data, matrix.strides[0], len(matrix)
+    return address(matrix), matrix.strides[0], len(matrix)
 
 
 def _numbers(slots: Slots) -> U32:

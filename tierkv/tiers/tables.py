@@ -27,7 +27,7 @@ class ArenaTables:
         self._arenas = arenas
         self._before_change = before_change
 
-    def same(self, tier: Tier, pool: int, slots: I64, tokens: U32, extras: U64) -> Bool:
+    def same(self, tier: Tier, pool: int, slots: U32, tokens: U32, extras: U64) -> Bool:
         """See SlotTables."""
         return same_content(self._arenas[tier].table(pool), slots, tokens, extras)
 
