@@ -41,6 +41,8 @@ def mapped_bytes(array: np.ndarray) -> int:
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
     with running(SETTINGS) as daemon:
+        until(lambda: is_done(daemon))  # no worker has said yet how large its blocks are
+        assert memory(daemon)["device"]["memory_bytes"] == 8 * MIB
         with daemon.connect() as client:
             client.namespace(SPEC)
             until(lambda: is_done(daemon))

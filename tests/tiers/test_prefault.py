@@ -116,6 +116,52 @@ def test_slot_tables_get_their_memory_too(ram: Ram, in_memory: Path) -> None:
     assert table.stat().st_blocks * 512 == table.stat().st_size
 
 
+def test_before_there_is_a_pool_the_first_ones_memory_is_taken(ram: Ram, in_memory: Path) -> None:
+    with closing(ram.prefault()) as prefault:
+        settle(prefault)
+        assert ram.arena.memory_bytes == 32 * MIB
+        pool = ram.add_pool(5000)
+        assert ram.arena.memory_bytes == 32 * MIB
+        assert not ram.arena.slots(pool).any()
+        settle(prefault)
+        assert ram.arena.memory_bytes == 32 * MIB
+        assert ram.arena.last_backed(pool) == len(ram.arena.slots(pool))
+    table = in_memory / "device.table"
+    assert table.stat().st_blocks * 512 == table.stat().st_size
+
+
+def test_memory_taken_before_there_was_a_pool_outlives_the_daemon(
+    ram: Ram, open_arena: OpenArena, in_memory: Path
+) -> None:
+    with closing(ram.prefault()) as prefault:
+        settle(prefault)
+    next_ram = Ram(open_arena(directory=in_memory, budget_bytes=32 * MIB))
+    assert next_ram.arena.adopted
+    pool = next_ram.add_pool()
+    assert next_ram.arena.memory_bytes == 32 * MIB
+    next_ram.fill(pool, 10, 7)
+    with closing(next_ram.prefault()) as prefault:
+        settle(prefault)
+    assert (next_ram.arena.payload(pool)[:10] == 7).all()
+    assert next_ram.arena.memory_bytes == 32 * MIB
+
+
+def test_nothing_is_taken_where_a_new_pool_would_give_it_back(
+    ram: Ram, open_arena: OpenArena, in_memory: Path
+) -> None:
+    ram.add_pool()
+    ram.fill(0, 10, 7)
+    next_ram = Ram(open_arena(directory=in_memory, budget_bytes=32 * MIB))
+    with closing(next_ram.prefault()) as prefault:
+        settle(prefault)
+        assert next_ram.arena.memory_bytes == 10 * BLOCK_BYTES
+        pool = next_ram.add_pool(5000)
+        assert next_ram.arena.memory_bytes == 0
+        assert not next_ram.arena.slots(pool).any()
+        settle(prefault)
+    assert next_ram.arena.memory_bytes == 32 * MIB
+
+
 def test_a_second_pool_gets_memory_that_the_first_has_too_much(ram: Ram) -> None:
     ram.add_pool()
     ram.fill(0, 20, 7)

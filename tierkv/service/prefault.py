@@ -1,8 +1,9 @@
 """Takes the memory of the RAM tiers ahead of need, in the background.
 
 A page that nobody has written yet takes ten times longer to write. So a thread takes them in the
-order in which slots are given out, device tier first, and maps what outlived the last daemon. The
-loop decides (``leads``) and gives back what another pool needs, since it gives out slots as well.
+order in which slots are given out, device tier first, and maps what outlived the last daemon.
+Before there is a pool, it takes those where the first one will lie. The loop decides (``leads``)
+and gives back what another pool needs, since it gives out slots as well.
 """
 
 from __future__ import annotations
@@ -39,14 +40,20 @@ SPARE_BYTES = 512 << 20
 """Memory of the machine that is left alone."""
 
 
+FIRST_BYTES = 2 << 20
+"""What stands for a slot as long as there is no pool."""
+
+
 @dataclass
 class _Progress:
     """Of one tier. ``taken``: by pool, the slot from which on nothing has memory.
 
-    ``huge_bytes`` were found when memory was taken or mapped.
+    ``first``: the same before there is a pool, in pieces of ``FIRST_BYTES``. ``huge_bytes`` were
+    found when memory was taken or mapped.
     """
 
     taken: dict[int, int] = field(default_factory=dict)
+    first: int = 0
     huge_bytes: int = 0
     short: bool = False
     retry_s: float = 0.0
@@ -137,6 +144,10 @@ class Prefault:
         if isinstance(step, GiveBack):
             arena.give_back(*step)
             progress.taken[step.pool] = step.first
+        elif not progress.taken:
+            await loop.run_in_executor(self._thread, self._take_first, arena, step.first, step.stop)
+            progress.first = step.stop
+            progress.short = False
         else:
             taking = loop.run_in_executor(self._thread, self._take, arena, *step)
             progress.huge_bytes += await taking
@@ -149,22 +160,36 @@ class Prefault:
         if self._ahead:
             arena.map_backed(pool, self._stopped.is_set)
         last = arena.last_backed(pool)
-        return last, arena.huge_bytes(pool, 0, last) if self._ahead else 0
+        if not self._ahead:
+            return last, 0
+        arena.populate_entries(pool, 0, last, self._stopped.is_set)
+        return last, arena.huge_bytes(pool, 0, last)
 
     def _take(self, arena: Arena, pool: int, first: int, stop: int) -> int:
         """Take the memory of some slots; returns how much of it is in huge pages."""
+        self._require_ram()
+        arena.populate(pool, first, stop, self._stopped.is_set)
+        return arena.huge_bytes(pool, first, stop)
+
+    def _take_first(self, arena: Arena, first: int, stop: int) -> None:
+        self._require_ram()
+        arena.populate_first(first * FIRST_BYTES, stop * FIRST_BYTES, self._stopped.is_set)
+
+    def _require_ram(self) -> None:
         free_bytes = self._ram_free_bytes()
         if free_bytes < SPARE_BYTES + TAKE_BYTES:
             raise TierFull(f"{free_bytes} bytes of RAM are left for this process", free=free_bytes)
-        arena.populate(pool, first, stop, self._stopped.is_set)
-        return arena.huge_bytes(pool, first, stop)
 
     def _known_pools(self, tier: Tier) -> list[int]:
         return [pool for of, pool in self._state.slots if of is tier]
 
     def _pools(self, tier: Tier) -> list[PoolMemory]:
-        """The pools that were surveyed."""
+        """The pools that were surveyed; before there are any, what stands for the first."""
         taken = self._progress[tier].taken
+        if not self._known_pools(tier):
+            arena = self._arenas[tier]
+            pieces = 0 if arena.had_first else arena.budget_bytes // FIRST_BYTES
+            return [PoolMemory(0, FIRST_BYTES, pieces, 0, self._progress[tier].first)]
         found = []
         for pool in self._known_pools(tier):
             if pool in taken:

@@ -163,6 +163,7 @@ class Arena:
         self.region_bytes = _region(budget_bytes)
         self.size_bytes = _payload_bytes(budget_bytes)
         self._pools: dict[int, _Pool] = {}
+        self._first_region: mmap.mmap | None = None
         self._adding = threading.Lock()
         self.fd, self._table_fd = fds
 
@@ -294,6 +295,11 @@ class Arena:
         """Memory that the payload takes, in slots that hold something or not."""
         return os.fstat(self.fd).st_blocks * _STAT_BLOCK
 
+    @property
+    def had_first(self) -> bool:
+        """Whether there is, or was, a first pool, whose memory adding another one gives back."""
+        return any(self._record_of(0))
+
     def last_backed(self, pool: int) -> int:
         """The first slot from which on none of the pool has memory. Walks all pages of the pool.
 
@@ -320,9 +326,28 @@ class Arena:
         Raises OSError: EFAULT if the file system is full.
         """
         known = self._pool(pool)
-        stride, entry = known.slots.shape[1], known.table.dtype.itemsize
-        populate(known.table_bytes, first * entry, stop * entry, is_stopped)
+        stride = known.slots.shape[1]
+        self.populate_entries(pool, first, stop, is_stopped)
         populate(known.region, first * stride, stop * stride, is_stopped)
+
+    def populate_entries(
+        self, pool: int, first: int, stop: int, is_stopped: Callable[[], bool]
+    ) -> None:
+        """Take the memory of the entries of slots ``first`` to ``stop`` only. See ``populate``."""
+        known = self._pool(pool)
+        entry = known.table.dtype.itemsize
+        populate(known.table_bytes, first * entry, stop * entry, is_stopped)
+
+    def populate_first(self, start: int, stop: int, is_stopped: Callable[[], bool]) -> None:
+        """Take memory for the first pool before it is there: of its bytes ``start`` to ``stop``.
+
+        How large its slots will be does not matter. Raises OSError: see ``populate``.
+        """
+        with self._adding:
+            if self._first_region is None:
+                self._first_region = self._map_region(0)
+            region = np.frombuffer(self._first_region, np.uint8)
+        populate(region, start, stop, is_stopped)
 
     def huge_bytes(self, pool: int, first: int, stop: int) -> int:
         """How much of slots ``first`` to ``stop`` this process has mapped as huge pages.
@@ -354,6 +379,9 @@ class Arena:
             return
         maps = [mapped for pool in self._pools.values() for mapped in pool.maps]
         self._pools.clear()
+        if self._first_region is not None:
+            maps.append(self._first_region)
+            self._first_region = None
         for mapped in maps:
             with contextlib.suppress(BufferError):  # a view is still held: it goes with that
                 mapped.close()
@@ -375,6 +403,7 @@ class Arena:
         size = max(count * entry_dtype(block_tokens).itemsize, 1)
         end = os.fstat(self._table_fd).st_size
         recorded = self._recorded(pool)
+        is_new = not any(self._record_of(pool))
         if recorded is not None:
             old_block_bytes, offset, old_size, old_block_tokens = recorded
             same = (old_block_bytes, old_block_tokens, old_size) == (
@@ -386,15 +415,19 @@ class Arena:
                 return offset, True
             self._record(pool, bytes(_POOL_RECORD_BYTES))
             punch_hole(self._table_fd, offset, old_size)
-        punch_hole(self.fd, pool * self.region_bytes, self.region_bytes)
+        if not is_new:  # else there may be memory that was taken before, and nothing in it
+            punch_hole(self.fd, pool * self.region_bytes, self.region_bytes)
         offset = _round_up(end, PAGE)
         os.ftruncate(self._table_fd, offset + _round_up(size, PAGE))
         self._record(pool, _with_check(_POOL_RECORD.pack(block_bytes, offset, size, block_tokens)))
         return offset, False
 
-    def _recorded(self, pool: int) -> tuple[int, int, int, int] | None:
+    def _record_of(self, pool: int) -> bytes:
         at = _POOLS_OFFSET + pool * _POOL_RECORD_BYTES
-        body = _checked(os.pread(self._table_fd, _POOL_RECORD.size + _CHECK.size, at))
+        return os.pread(self._table_fd, _POOL_RECORD.size + _CHECK.size, at)
+
+    def _recorded(self, pool: int) -> tuple[int, int, int, int] | None:
+        body = _checked(self._record_of(pool))
         if body is None:
             return None
         block_bytes, offset, size, block_tokens = _POOL_RECORD.unpack(body)
@@ -407,13 +440,13 @@ class Arena:
         stride = slot_stride(block_bytes)
         count = self.budget_bytes // stride
         dtype = entry_dtype(block_tokens)
-        payload_map = mmap.mmap(self.fd, self.region_bytes, offset=pool * self.region_bytes)
+        payload_map = self._map_region(pool)
         table_map = mmap.mmap(
             self._table_fd, _round_up(max(count * dtype.itemsize, 1), PAGE), offset=offset
         )
         region = np.frombuffer(payload_map, np.uint8)
         table_bytes = np.frombuffer(table_map, np.uint8)
-        self._advise(region, table_bytes)
+        self._choose_nodes(table_bytes)
         return _Pool(
             block_bytes=block_bytes,
             block_tokens=block_tokens,
@@ -424,13 +457,21 @@ class Arena:
             maps=(payload_map, table_map),
         )
 
-    def _advise(self, region: U8, table: U8) -> None:
+    def _map_region(self, pool: int) -> mmap.mmap:
+        """A mapping of the pool's slots; of the first pool's, one that was made before."""
+        if pool == 0 and self._first_region is not None:
+            return self._first_region
+        mapped = mmap.mmap(self.fd, self.region_bytes, offset=pool * self.region_bytes)
+        region = np.frombuffer(mapped, np.uint8)
         ask_for_huge_pages(region)
+        self._choose_nodes(region)
+        return mapped
+
+    def _choose_nodes(self, mapped: U8) -> None:
         if self.numa is None:
             return
         try:
-            for mapped in (region, table):
-                self.numa.apply(mapped)
+            self.numa.apply(mapped)
         except OSError as error:
             log.warning("the %s tier does not go to %s: %s", self.name, self.numa, error)
 
