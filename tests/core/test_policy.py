@@ -92,3 +92,18 @@ def test_a_row_in_the_log_thousands_of_times_is_one_victim() -> None:
     for _ in range(5000):
         lru.touch(ints([2, 3]))
     assert victims(lru, 100) == [1, 2, 3]
+
+
+def test_the_log_is_as_long_as_twice_the_rows_or_so() -> None:
+    lru, random = Lru(), np.random.default_rng(1)
+    for _ in range(2000):
+        lru.touch(random.permutation(5000)[:50])
+    assert len(lru) == 5000
+    assert lru.nbytes <= 4 * (5000 + 4096) + 4 * (2 * 5000 + 4096 + policy.SCAN)
+    order = victims_of_size_one(lru)
+    assert sorted(order) == list(range(5000))
+
+
+def victims_of_size_one(lru: Lru) -> list[int]:
+    everyone = lambda rows: np.ones(len(rows), np.bool_)  # noqa: E731  # shorter than two defs
+    return lru.victims(2**60, everyone, everyone, lambda rows: np.ones(len(rows))).tolist()

@@ -41,7 +41,9 @@ class Holds:
 
     def release(self, rows: I64) -> None:
         """One user less of each row. Mutates."""
-        self._rows = np.delete(self._rows, np.searchsorted(self._rows, rows))
+        left = np.ones(len(self._rows), np.bool_)
+        left[np.searchsorted(self._rows, rows)] = False
+        self._rows = self._rows[left]
         released, self._released = self._released, Signal()
         released.set()
 

@@ -268,13 +268,15 @@ def _go_on(
     disk = site.open_disk(state.pools)
     if disk is not None:
         opened.callback(disk.close)
+    version, kept = state.version, state.budgets
     if disk is not None and check_disk is not None:
         drop_damaged(state, disk, budgets, check_disk)
     undo(state, budgets, arenas, report, site.machine)
     reopen(state, arenas)
     state.resize(budgets)
     state.reindex()
-    check_invariants(state)
+    if loaded.is_rebuilt or (version, kept) != (state.version, budgets):
+        check_invariants(state)
     report.blocks = len(state.live_rows())
     report.dropped_blocks = before - report.blocks
     site.progress("writing the checkpoint")
