@@ -22,7 +22,7 @@ from tierkv.core.table import HashTable
 from tierkv.errors import require
 from tierkv.native.library import Library, NoLibrary, load
 from tierkv.native.memory import address
-from tierkv.native.table import NativePlaces
+from tierkv.native.table import NativeTable
 
 DIGEST_BYTES = 16
 CHECKED_MIN = 17
@@ -260,7 +260,7 @@ class NativeLoops:
 
     def table(self) -> HashTable:
         """See Loops."""
-        return HashTable(array=functools.partial(NativePlaces, self._library))
+        return NativeTable(self._library)
 
     def _copy(
         self,
