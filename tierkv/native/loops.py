@@ -28,6 +28,7 @@ DIGEST_BYTES = 16
 CHECKED_MIN = 17
 EXTRA_BYTES = 8
 CHECK_BYTES = 8
+ENTRY_WORDS = 7
 U32_BYTES = 4
 IN_POOL = "slots are in the pool"
 ONE_EACH = "one source for each target"
@@ -156,6 +157,7 @@ class PythonLoops:
     def write_entries(self, table: U8, slots: Slots, entries: EntryColumns) -> None:
         """See Loops."""
         _check_slots(table, slots)
+        _check_entries(table, entries)
         rows = np.zeros((len(slots), table.shape[1]), np.uint8)
         words, sizes = rows.view("<u8"), rows.view("<u4")
         for word, column in enumerate(entries.words):
@@ -238,6 +240,7 @@ class NativeLoops:
 
     def write_entries(self, table: U8, slots: Slots, entries: EntryColumns) -> None:
         """See Loops."""
+        _check_entries(table, entries)
         numbers = _numbers(slots)
         columns = [
             None if word is None else np.ascontiguousarray(word, np.uint64)
@@ -302,7 +305,7 @@ def loops() -> Loops:
 def _matrix(matrix: U8) -> tuple[int, int, int]:
     """Where rows lie: the first one's address, the bytes from one to the next, their number."""
     _check_rows(matrix)
-    return matrix.ctypes.data, matrix.strides[0], len(matrix)
+    return address(matrix), matrix.strides[0], len(matrix)
 
 
 def _numbers(slots: Slots) -> U32:
@@ -315,6 +318,16 @@ def _numbers(slots: Slots) -> U32:
 def _check_rows(matrix: U8) -> None:
     contiguous = matrix.strides[1] == 1 or matrix.shape[1] <= 1
     require(contiguous and matrix.strides[0] >= 0, "the bytes of a row are contiguous")
+
+
+def _check_entries(table: U8, entries: EntryColumns) -> None:
+    whole = len(entries.words) == ENTRY_WORDS and len(entries.digest) == DIGEST_BYTES
+    require(whole, "an entry has seven words and a digest")
+    sizes_bytes = 8
+    fixed_bytes = 8 * ENTRY_WORDS + sizes_bytes + DIGEST_BYTES + CHECK_BYTES
+    fits = fixed_bytes + 4 * entries.block_tokens <= table.shape[1] == table.strides[0]
+    require(fits, "an entry fits its row")
+    require(table.flags.writeable, "the table is writable")
 
 
 def _check_widths(one: U8, other: U8) -> None:
