@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierkv.core.blocks import Blocks
 from tierkv.core.table import FIRST_PROBE, HashTable, Places
 from tierkv.errors import InvariantViolation
 from tierkv.native.library import load
-from tierkv.native.table import NativePlaces
+from tierkv.native.table import NativePlaces, NativeTable
 
 KEYS = [(hi, lo) for hi in range(4) for lo in (0, 1, 2, 7, 8, 15, 16, 2**32, 2**63 + 15, 2**64 - 1)]
 """Few places, many collisions: equal low bits, equal halves, runs over the table's end."""
@@ -26,8 +27,7 @@ Tables = Callable[[int], HashTable]
 @pytest.fixture(scope="module", params=["numpy", "native"])
 def tables(request: pytest.FixtureRequest) -> Tables:
     """Makes empty tables of so many places."""
-    array = Places if request.param == "numpy" else partial(NativePlaces, load({}))
-    return partial(HashTable, array=array)
+    return HashTable if request.param == "numpy" else partial(NativeTable, load({}))
 
 
 def arrays(keys: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -93,8 +93,57 @@ def test_no_keys_are_no_work(tables: Tables) -> None:
     assert len(table.get_prefix(none, none, column, column)) == 0
 
 
-def test_half_a_million_keys_come_and_go(tables: Tables) -> None:
-    count = 1 << 19
+def chained(tables: Tables, count: int) -> tuple[HashTable, Blocks, np.ndarray, np.ndarray]:
+    """A chain of blocks with ids 100, 101... in namespace 7, in rows that are all over the place;
+    and their hashes."""
+    rng = np.random.default_rng(count)
+    blocks, rows = Blocks(), rng.permutation(4 * count)[:count]
+    blocks.ensure(4 * count)
+    hi, lo = rng.integers(0, 2**64, (2, count), np.uint64)
+    blocks.hash_hi[rows], blocks.hash_lo[rows] = hi, lo
+    blocks.id[rows] = np.arange(100, 100 + count)
+    blocks.parent[rows] = np.arange(99, 99 + count)
+    blocks.namespace[rows] = 7
+    table = tables(16)
+    table.put(rows, blocks.hash_hi, blocks.hash_lo)
+    return table, blocks, hi, lo
+
+
+@pytest.mark.parametrize("count", [1, 2, 63, 64, 300])
+def test_a_chain_is_followed_as_far_as_its_links_hold(tables: Tables, count: int) -> None:
+    table, blocks, hi, lo = chained(tables, count)
+    rows, broken = table.get_chain(hi, lo, blocks, 7, 99)
+    assert blocks.id[rows].tolist() == list(range(100, 100 + count))
+    assert not broken
+    for at in {0, count // 2, count - 1}:
+        for column, value in ((blocks.parent, 5), (blocks.namespace, 8)):
+            kept = column[rows[at]]
+            column[rows[at]] = value
+            found, broken = table.get_chain(hi, lo, blocks, 7, 99)
+            assert found.tolist() == rows[:at].tolist()
+            assert broken
+            column[rows[at]] = kept
+    table.remove(rows[-1:], blocks.hash_hi, blocks.hash_lo)
+    found, broken = table.get_chain(hi, lo, blocks, 7, 99)
+    assert found.tolist() == rows[:-1].tolist()
+    assert not broken
+
+
+def test_a_chain_begins_with_its_parent_and_in_its_namespace(tables: Tables) -> None:
+    table, blocks, hi, lo = chained(tables, 3)
+    for namespace, parent in ((7, 98), (7, 0), (6, 99)):
+        rows, broken = table.get_chain(hi, lo, blocks, namespace, parent)
+        assert rows.tolist() == []
+        assert broken
+    rows, broken = table.get_chain(hi[:0], lo[:0], blocks, 7, 99)
+    assert rows.tolist() == []
+    assert not broken
+    rows, _ = table.get_chain(hi[1:], lo[1:], blocks, 7, 100)
+    assert blocks.id[rows].tolist() == [101, 102]
+
+
+def test_many_keys_come_and_go(tables: Tables) -> None:
+    count = 1 << 17
     hi, lo = np.random.default_rng(1).integers(0, 2**64, (2, count), np.uint64)
     table, rows = tables(1024), np.arange(count)
     table.put(rows, hi, lo)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -110,6 +111,31 @@ def test_falling_back_is_said_once(
     (line,) = caplog.messages
     assert "hot loops run in Python" in line
     assert str(missing) in line
+
+
+@pytest.mark.parametrize("compiler", ["cc", "/no/such/compiler"])
+def test_a_wheel_has_the_library_if_there_is_a_compiler(tmp_path: Path, compiler: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path],
+        cwd=ROOT,
+        env=os.environ | {"CC": compiler},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    native = tmp_path / "tierkv" / "native"
+    assert (native / "src" / "xxh3.c").exists()
+    if compiler == "cc":
+        assert "-py3-none-linux_" in wheel.name
+        load({}, native / "libtierkv_native.so")
+    else:
+        assert "built without its native loops" in done.stdout + done.stderr
+        assert wheel.name.endswith("-py3-none-any.whl")
+        assert not list(native.glob("*.so"))
 
 
 @pytest.mark.timeout(300)

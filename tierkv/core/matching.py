@@ -53,18 +53,10 @@ class Matcher:
 
         ``parent``: id of the block before the first one.
         """
-        blocks = self._state.blocks
-        if not len(hi):
-            return np.zeros(0, np.int64)
-        rows = self._state.index.get_prefix(hi, lo, blocks.hash_hi, blocks.hash_lo)
-        if not len(rows):
-            return rows
-        parents = np.empty(len(rows), np.uint64)
-        parents[0], parents[1:] = parent, blocks.id[rows[:-1]]
-        good = (blocks.parent[rows] == parents) & (blocks.namespace[rows] == namespace)
-        if not every(good):
+        state = self._state
+        rows, broken = state.index.get_chain(hi, lo, state.blocks, namespace, parent)
+        if broken:
             self._placement.counters.mismatched_blocks += 1
-            rows = leading(rows, good)
         return rows
 
     def proven(self, rows: I64, chain: Chain) -> int:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tierkv.core.arrays import some
+from tierkv.core.arrays import every, some
+from tierkv.core.blocks import Blocks
 from tierkv.core.ids import I64, U32, U64, Bool
 from tierkv.core.space import Memory, zeros
 
@@ -88,6 +89,27 @@ class HashTable:
         rest = self.get(hi[FIRST_PROBE:], lo[FIRST_PROBE:], column_hi, column_lo)
         missing = rest < 0
         return np.concatenate([head, rest[: int(missing.argmax())] if some(missing) else rest])
+
+    def get_chain(
+        self, hi: U64, lo: U64, blocks: Blocks, namespace: int, parent: int
+    ) -> tuple[I64, bool]:
+        """Rows of the longest chain under these hashes whose links hold, shape [<= n].
+
+        Each block is of the ``namespace`` and its parent is the block before it; the first one's
+        parent has the id ``parent``. And whether the chain ends where a link does not hold.
+        """
+        rows = self.get_prefix(hi, lo, blocks.hash_hi, blocks.hash_lo)
+        linked = self._linked(rows, blocks, namespace, parent)
+        return rows[:linked], linked < len(rows)
+
+    def _linked(self, rows: I64, blocks: Blocks, namespace: int, parent: int) -> int:
+        """How many leading rows' links hold."""
+        if not len(rows):
+            return 0
+        parents = np.empty(len(rows), np.uint64)
+        parents[0], parents[1:] = parent, blocks.id[rows[:-1]]
+        good = (blocks.parent[rows] == parents) & (blocks.namespace[rows] == namespace)
+        return len(rows) if every(good) else int(good.argmin())
 
     def put(self, rows: I64, column_hi: U64, column_lo: U64) -> None:
         """Add rows whose hashes are distinct and absent. Mutates the table."""

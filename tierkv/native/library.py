@@ -48,6 +48,10 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         ctypes.c_int,
         (*_PLACES, _U64, _POINTER, *_COLUMN, _POINTER, _POINTER, _SIZE, _POINTER),
     ),
+    "tierkv_linked": (
+        ctypes.c_int64,
+        (*_COLUMN, _POINTER, _POINTER, *_COLUMN, _U64, ctypes.c_uint16),
+    ),
     "tierkv_places_put": (ctypes.c_int, (*_PLACES, *_COLUMN, _POINTER, _SIZE)),
     "tierkv_places_remove": (ctypes.c_int, (*_PLACES, *_COLUMN, _POINTER, _SIZE, _POINTER)),
 }

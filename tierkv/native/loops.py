@@ -22,7 +22,7 @@ from tierkv.core.table import HashTable
 from tierkv.errors import require
 from tierkv.native.library import Library, NoLibrary, load
 from tierkv.native.memory import address
-from tierkv.native.table import NativePlaces
+from tierkv.native.table import NativeTable
 
 DIGEST_BYTES = 16
 CHECKED_MIN = 17
@@ -32,6 +32,7 @@ EXTRA_AT = 6
 """The word of an entry that is the digest of its extra keys."""
 TOKENS_AT = 20
 """The first 32-bit word of an entry that is a token."""
+ENTRY_WORDS = 7
 U32_BYTES = 4
 IN_POOL = "slots are in the pool"
 ONE_EACH = "one source for each target"
@@ -167,6 +168,7 @@ class PythonLoops:
     def write_entries(self, table: U8, slots: Slots, entries: EntryColumns) -> None:
         """See Loops."""
         _check_slots(table, slots)
+        _check_entries(table, entries)
         rows = np.zeros((len(slots), table.shape[1]), np.uint8)
         words, sizes = rows.view("<u8"), rows.view("<u4")
         for word, column in enumerate(entries.words):
@@ -258,6 +260,7 @@ class NativeLoops:
 
     def write_entries(self, table: U8, slots: Slots, entries: EntryColumns) -> None:
         """See Loops."""
+        _check_entries(table, entries)
         numbers = _numbers(slots)
         columns = [
             None if word is None else np.ascontiguousarray(word, np.uint64)
@@ -280,7 +283,7 @@ class NativeLoops:
 
     def table(self) -> HashTable:
         """See Loops."""
-        return HashTable(array=functools.partial(NativePlaces, self._library))
+        return NativeTable(self._library)
 
     def same_content(self, table: U8, slots: Slots, tokens: U32, extras: U64) -> Bool:
         """See Loops."""
@@ -349,6 +352,16 @@ def _numbers(slots: Slots) -> U32:
 def _check_rows(matrix: U8) -> None:
     contiguous = matrix.strides[1] == 1 or matrix.shape[1] <= 1
     require(contiguous and matrix.strides[0] >= 0, "the bytes of a row are contiguous")
+
+
+def _check_entries(table: U8, entries: EntryColumns) -> None:
+    whole = len(entries.words) == ENTRY_WORDS and len(entries.digest) == DIGEST_BYTES
+    require(whole, "an entry has seven words and a digest")
+    sizes_bytes = 8
+    fixed_bytes = 8 * ENTRY_WORDS + sizes_bytes + DIGEST_BYTES + CHECK_BYTES
+    fits = fixed_bytes + 4 * entries.block_tokens <= table.shape[1] == table.strides[0]
+    require(fits, "an entry fits its row")
+    require(table.flags.writeable, "the table is writable")
 
 
 def _check_widths(one: U8, other: U8) -> None:

@@ -1,13 +1,15 @@
-"""The places of ``core.table``'s hash table, probed and filled by the library."""
+"""The hash table of ``core.table``, probed and filled by the library."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import numpy as np
 
+from tierkv.core.blocks import Blocks
 from tierkv.core.ids import I64, U64, Bool
-from tierkv.core.table import Places
+from tierkv.core.table import HashTable, Places
 from tierkv.errors import require
 from tierkv.native.library import Library
 from tierkv.native.memory import address
@@ -16,6 +18,23 @@ QUICK_ROWS_MAX = 1 << 16
 """More rows than this are worth giving the GIL away for."""
 
 FITS = "the hash table's rows are in its columns"
+
+
+class NativeTable(HashTable):
+    """The same table on places of the library, which follows chains as well."""
+
+    def __init__(self, library: Library, places: int = 1024) -> None:
+        super().__init__(places, functools.partial(NativePlaces, library))
+        self._library = library
+
+    def _linked(self, rows: I64, blocks: Blocks, namespace: int, parent: int) -> int:
+        linked = self._library.quick.tierkv_linked(
+            *(address(rows), len(rows)),
+            *(address(blocks.id), address(blocks.parent), address(blocks.namespace), len(blocks)),
+            *(parent, namespace),
+        )
+        require(linked >= 0, FITS)
+        return int(linked)
 
 
 class NativePlaces(Places):

@@ -14,13 +14,15 @@
 /* How many places behind a row are looked at ahead of its removal. Most runs end before. */
 #define BEHIND 3
 
+static int is_row(int64_t row, size_t length) { return (uint64_t)row < length; }
+
 static size_t end_of_group(size_t start, size_t count) {
     return count - start < GROUP ? count : start + GROUP;
 }
 
 static int all_rows(const int64_t *rows, size_t count, size_t length) {
     size_t outside = 0;
-    for (size_t n = 0; n < count; n++) outside += (uint64_t)rows[n] >= length;
+    for (size_t n = 0; n < count; n++) outside += !is_row(rows[n], length);
     return outside == 0;
 }
 
@@ -124,4 +126,24 @@ EXPORT int tierkv_places_remove(
         }
     }
     return 0;
+}
+
+/* How many leading rows are blocks of the namespace whose parent is the block before them. The first
+ * one's parent is ``parent``. */
+EXPORT int64_t tierkv_linked(
+    const int64_t *rows, size_t count, const uint64_t *ids, const uint64_t *parents,
+    const uint16_t *namespaces, size_t length, uint64_t parent, uint16_t namespace
+) {
+    for (size_t n = 0; n < count; n++) {
+        size_t ahead = n + GROUP;
+        if (ahead < count && is_row(rows[ahead], length)) {
+            __builtin_prefetch(ids + rows[ahead]);
+            __builtin_prefetch(parents + rows[ahead]);
+            __builtin_prefetch(namespaces + rows[ahead]);
+        }
+        if (!is_row(rows[n], length)) return -1;
+        if (parents[rows[n]] != parent || namespaces[rows[n]] != namespace) return (int64_t)n;
+        parent = ids[rows[n]];
+    }
+    return (int64_t)count;
 }
