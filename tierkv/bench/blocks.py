@@ -129,12 +129,14 @@ class HeldSlots:
 
     def put(self) -> None:
         """Copy the payload into the next batch of slots."""
-        table = self._next().block_table
-        self._namespace.pool[table, : self._payload.shape[1]] = self._payload
+        self._slots()[self._next().block_table] = self._payload
 
     def get(self, out: U8) -> None:
         """Copy the next batch of slots into ``out``."""
-        worker.take(self._namespace, self._next(), out)
+        np.take(self._slots(), self._next().block_table, 0, out=out, mode="clip")
+
+    def _slots(self) -> U8:
+        return self._namespace.pool[:, : self._payload.shape[1]]
 
     def _next(self) -> Held:
         self._at = (self._at + 1) % len(self._sequences)

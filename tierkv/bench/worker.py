@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from tierkv.client.sync import Namespace, Sequence
 from tierkv.core.ids import U8, U32
 
@@ -27,7 +25,7 @@ def reserve(namespace: Namespace, tokens: U32) -> Sequence:
 def put(namespace: Namespace, tokens: U32, payload: U8) -> None:
     """Cache ``tokens`` with ``payload`` (u8 [blocks, block_bytes]) by copy, and let go of them."""
     sequence = reserve(namespace, tokens)
-    namespace.pool[sequence.block_table, : payload.shape[1]] = payload
+    sequence.write_blocks(0, payload)
     sequence.append(tokens)
     sequence.end()
 
@@ -35,7 +33,7 @@ def put(namespace: Namespace, tokens: U32, payload: U8) -> None:
 def get(namespace: Namespace, tokens: U32, out: U8) -> None:
     """Copy the blocks of ``tokens`` into ``out`` (u8 [blocks, block_bytes]), and let go of them."""
     sequence = begin(namespace, tokens)
-    take(namespace, sequence, out)
+    sequence.read_blocks(0, out)
     sequence.end()
 
 
@@ -44,12 +42,3 @@ def read(namespace: Namespace, tokens: U32, out: U8) -> None:
     copied = namespace.read(tokens, out)
     if copied != len(out):
         raise RuntimeError(f"only {copied} of {len(out)} blocks were read")
-
-
-def take(namespace: Namespace, sequence: Sequence, out: U8) -> None:
-    """The copy of ``get`` alone: all blocks of a sequence."""
-    pool = namespace.pool
-    if pool.shape[1] == out.shape[1]:
-        np.take(pool, sequence.block_table, 0, out=out, mode="clip")
-    else:
-        out[:] = pool[sequence.block_table, : out.shape[1]]
