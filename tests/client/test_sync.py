@@ -327,6 +327,7 @@ def test_threads_share_a_client(daemon, client, ns):
     for thread in threads:
         thread.join(WAIT_S)
     assert failures == []
+    client.stat()  # answered after what was not waited for
     assert daemon.held() == {}
 
 

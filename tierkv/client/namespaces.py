@@ -36,6 +36,7 @@ from tierkv.rpc.messages import (
 )
 
 SCRATCH_ALIGN = 64
+NO_EXTRAS: U64 = np.empty(0, np.uint64)
 
 
 class AttendPlan(NamedTuple):
@@ -171,11 +172,14 @@ class NamespaceCore:
     def _copy_out(self, located: Located, out: U8) -> int:
         """Copy slots into the first rows of ``out``; returns how many leading ones are right."""
         slots = np.frombuffer(located.slots, "<u4")
+        if not len(slots):
+            return 0
         payload, rows = self.pool[:, : out.shape[1]], np.arange(len(slots))
         copied = self.client.loops.copy_between(out, rows, payload, slots)
         stated = np.frombuffer(located.checksums, np.uint8).reshape(-1, HASH_BYTES)
-        wrong = np.flatnonzero((copied != stated).any(axis=1))
-        return int(wrong[0]) if wrong.size else len(slots)
+        if copied.tobytes() == located.checksums:
+            return len(slots)
+        return int((copied != stated).any(axis=1).argmax())
 
     def attend(self, plan: AttendPlan, q: U8, out: U8) -> Steps[None]:
         """Paged attention in the daemon; ``q`` and ``out`` are the bytes of [T, q_heads, D]."""
@@ -223,12 +227,16 @@ class NamespaceCore:
             raise InvalidArgument(f"keep is {keep}; it must be at least 0")
         tokens = token_array(token_ids, self.spec.vocab_size)
         offered = max(len(tokens) - keep, 0) // self.spec.block_tokens
-        return tokens[: offered * self.spec.block_tokens], extra_digests(extra_keys or ())
+        extras = extra_digests(extra_keys) if extra_keys else NO_EXTRAS
+        return tokens[: offered * self.spec.block_tokens], extras
 
     def _hashes(self, tokens: U32, extras: U64) -> U8:
         blocks = len(tokens) // self.spec.block_tokens
         return self.client.loops.chain_hashes(
-            self.digest, tokens, self.spec.block_tokens, extras_of(extras, 0, blocks)
+            self.digest,
+            tokens,
+            self.spec.block_tokens,
+            extras_of(extras, 0, blocks) if len(extras) else None,
         )
 
 

@@ -475,5 +475,7 @@ def extras_of(extras: U64, first: int, blocks: int) -> U64:
 
 def extras_blob(extras: U64, first: int, blocks: int) -> bytes:
     """The same as it travels: empty when none of the blocks has extra keys."""
+    if not len(extras):
+        return b""
     found = extras_of(extras, first, blocks)
     return found.tobytes() if found.any() else b""

@@ -39,8 +39,10 @@ def _checked_array(ids: npt.NDArray[Any], vocab_size: int) -> U32:
         return np.empty(0, np.uint32)
     if ids.dtype.kind not in "iu":
         raise InvalidArgument(f"token_ids[0] is {ids[0]} ({ids.dtype}); token ids are integers")
+    if ids.dtype == np.uint32 and not vocab_size:
+        return np.ascontiguousarray(ids)  # there is nothing that could be wrong
     limit = vocab_size or TOKEN_ID_MAX + 1
-    if int(ids.min()) < 0 or int(ids.max()) >= limit:
+    if (ids.dtype.kind == "i" and int(ids.min()) < 0) or int(ids.max()) >= limit:
         index = int(np.flatnonzero((ids < 0) | (ids > limit - 1))[0])
         raise _out_of_range(index, int(ids[index]), limit)
     return np.ascontiguousarray(ids, np.uint32)

@@ -80,6 +80,8 @@ class HashTable:
 
     def get_prefix(self, hi: U64, lo: U64, column_hi: U64, column_lo: U64) -> I64:
         """Rows of the leading hashes that are present, shape [<= n]; stops early on a miss."""
+        if not len(hi):
+            return np.zeros(0, np.int64)
         head = self.get(hi[:FIRST_PROBE], lo[:FIRST_PROBE], column_hi, column_lo)
         missing = head < 0
         if some(missing):
@@ -99,13 +101,13 @@ class HashTable:
         parent has the id ``parent``. And whether the chain ends where a link does not hold.
         """
         rows = self.get_prefix(hi, lo, blocks.hash_hi, blocks.hash_lo)
+        if not len(rows):
+            return rows, False
         linked = self._linked(rows, blocks, namespace, parent)
         return rows[:linked], linked < len(rows)
 
     def _linked(self, rows: I64, blocks: Blocks, namespace: int, parent: int) -> int:
-        """How many leading rows' links hold."""
-        if not len(rows):
-            return 0
+        """How many leading rows' links hold; there is at least one row."""
         parents = np.empty(len(rows), np.uint64)
         parents[0], parents[1:] = parent, blocks.id[rows[:-1]]
         good = (blocks.parent[rows] == parents) & (blocks.namespace[rows] == namespace)

@@ -12,7 +12,7 @@ from tierkv.core.ids import I64, U64, Bool
 from tierkv.core.table import HashTable, Places
 from tierkv.errors import require
 from tierkv.native.library import Library
-from tierkv.native.memory import address
+from tierkv.native.memory import LastingAddresses, address
 
 QUICK_ROWS_MAX = 1 << 16
 """More rows than this are worth giving the GIL away for."""
@@ -26,11 +26,13 @@ class NativeTable(HashTable):
     def __init__(self, library: Library, places: int = 1024) -> None:
         super().__init__(places, functools.partial(NativePlaces, library))
         self._library = library
+        self._lasting = LastingAddresses()
 
     def _linked(self, rows: I64, blocks: Blocks, namespace: int, parent: int) -> int:
         linked = self._library.quick.tierkv_linked(
             *(address(rows), len(rows)),
-            *(address(blocks.id), address(blocks.parent), address(blocks.namespace), len(blocks)),
+            *(self._lasting(blocks.id), self._lasting(blocks.parent)),
+            *(self._lasting(blocks.namespace), len(blocks)),
             *(parent, namespace),
         )
         require(linked >= 0, FITS)
@@ -43,6 +45,7 @@ class NativePlaces(Places):
     def __init__(self, library: Library, count: int) -> None:
         super().__init__(count)
         self._library = library
+        self._lasting = LastingAddresses()
 
     def get(self, hi: U64, lo: U64, column_hi: U64, column_lo: U64) -> I64:
         """See Places."""
@@ -51,7 +54,7 @@ class NativePlaces(Places):
         found = np.empty(len(lo), np.int64)
         failed = self._by(len(lo)).tierkv_places_get(
             *(*self._memory(), self.swept),
-            *(address(column_hi), address(column_lo), len(column_lo)),
+            *(self._lasting(column_hi), self._lasting(column_lo), len(column_lo)),
             *(address(hi), address(lo), len(lo), address(found)),
         )
         require(not failed, FITS)
@@ -61,7 +64,8 @@ class NativePlaces(Places):
         """See Places."""
         rows = np.ascontiguousarray(rows, np.int64)
         failed = self._by(len(rows)).tierkv_places_put(
-            *self._memory(), *(address(column_lo), len(column_lo), address(rows), len(rows))
+            *self._memory(),
+            *(self._lasting(column_lo), len(column_lo), address(rows), len(rows)),
         )
         require(not failed, FITS)
 
@@ -71,13 +75,14 @@ class NativePlaces(Places):
         there = np.empty(len(rows), np.bool_)
         failed = self._by(len(rows)).tierkv_places_remove(
             *self._memory(),
-            *(address(column_lo), len(column_lo), address(rows), len(rows), address(there)),
+            *(self._lasting(column_lo), len(column_lo)),
+            *(address(rows), len(rows), address(there)),
         )
         require(not failed, FITS)
         return there
 
     def _memory(self) -> tuple[int, int]:
-        return address(self.values), len(self.values) - 1
+        return self._lasting(self.values), len(self.values) - 1
 
     def _by(self, rows: int) -> ctypes.CDLL:
         return self._library.quick if rows <= QUICK_ROWS_MAX else self._library.bytes
