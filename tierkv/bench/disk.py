@@ -84,7 +84,7 @@ def _read(bench: Bench, disk: DiskTier, arena: Arena) -> Line:
         bars = [Reaches(SHARE, ring.name)]
     measured = bench.interleave(place, variants)
     unit, references = gigabytes_per_s(count * BLOCK_BYTES), list(variants)[1:]
-    name = "disk.read.64k.d32"
+    name = "promote.read.64k.d32"
     return measured.line(name, unit, "tierkv", references, place, bars=bars, note=disk.io)
 
 
