@@ -92,7 +92,8 @@ def _from_disk(bench: Bench, spec: KVSpec) -> Iterator[Line]:
         cache.flush()
         files = sorted((daemon.state / "data").glob("*.seg"))
         yield _warm(bench, name, turns, files, on_disk)
-        yield _cold(bench, name, turns, raw.RingFile(bench, files, slot, len(payload)), files)
+        slots = raw.first_slots(files, slot, len(payload))
+        yield _cold(bench, name, turns, raw.RingFile(bench, slots, slot), files)
         turns.check()
 
 

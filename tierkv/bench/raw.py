@@ -6,6 +6,7 @@ import mmap
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from tierkv.bench.ceilings import program
 from tierkv.bench.harness import Bench
-from tierkv.core.ids import U8
+from tierkv.core.ids import U8, U32
 
 CALL_BYTES = 8 << 20
 """Bytes of one system call: what the daemon merges into one."""
@@ -157,21 +158,19 @@ class Fio:
 class RingFile:
     """The ceiling of reads from disk: whole slots by io_uring in C, past the page cache.
 
-    ``files`` are read slot by slot, one after the other, DEPTH at a time.
+    ``slots`` (u32) of each file are read in this order, one file after the other, DEPTH at a time.
     """
 
     DEPTH = 32
     name = "io_uring in C"
 
-    def __init__(self, bench: Bench, files: list[Path], slot: int, slots: int) -> None:
-        self.bytes = slots * slot
+    def __init__(self, bench: Bench, slots: Mapping[Path, U32], slot_bytes: int) -> None:
+        self.bytes = sum(map(len, slots.values())) * slot_bytes
         self._bench = bench
-        self._slot = slot
-        self._offsets: dict[Path, bytes] = {}
-        for path in files:
-            here = min(slots, path.stat().st_size // slot)
-            slots -= here
-            self._offsets[path] = (np.arange(here, dtype=np.uint64) * slot).tobytes()
+        self._slot = slot_bytes
+        self._offsets = {
+            path: (here.astype(np.uint64) * slot_bytes).tobytes() for path, here in slots.items()
+        }
         self._program = program(bench.folder, "ring_read")
 
     def is_there(self) -> bool:
@@ -193,6 +192,16 @@ class RingFile:
         process = self._bench.spawn(self._bench.two_cores.server, command, **pipes)
         said = process.communicate(offsets)[0]
         return None if self._bench.reap(process) else float(said)
+
+
+def first_slots(files: list[Path], slot_bytes: int, count: int) -> dict[Path, U32]:
+    """The first ``count`` slots of files that hold nothing but slots."""
+    found = {}
+    for path in files:
+        here = min(count, path.stat().st_size // slot_bytes)
+        found[path] = np.arange(here, dtype=np.uint32)
+        count -= here
+    return found
 
 
 def _is_in_memory(folder: Path) -> bool:

@@ -12,7 +12,7 @@ WORKLOADS = {
     "lookup": ("lookup.run",),
     "put": ("put.run", "requests.run", "durable.run", "small.run", "first.run", "workers.puts"),
     "get": ("get.run", "warm.run", "workers.gets", "attach.run"),
-    "promote": ("promote.run",),
+    "promote": ("promote.run", "disk.run"),
     "spill": ("spill.run",),
     "replay": ("replay.run",),
     "growth": ("growth.run", "index_size.run"),
