@@ -109,8 +109,8 @@ UNCHECKED = (
     ),
     Edit(
         "tierkv.core.matching",
-        "                    good[here] = same.all(1) & extras\n",
-        "                    pass\n",
+        "                good[left[here]] = self._same(tier, rows, chain, left[here])\n",
+        "                pass\n",
     ),
 )
 """Whatever a slot on disk holds is served: the rules about overwriting show only so."""

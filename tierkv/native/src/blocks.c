@@ -21,7 +21,7 @@
 
 static Hash128 copied(uint8_t *target, const uint8_t *source, size_t length) {
     if (length <= SHORT_MAX) return xxh3_128(memcpy(target, source, length), length);
-    int past = length >= PAST_CACHES_MIN && (uintptr_t)target % STRIPE_BYTES == 0;
+    int past = length >= PAST_CACHES_MIN && (uintptr_t)target % STORE_BYTES == 0;
     return xxh3_128_long(source, length, target, past ? PAST_CACHES : COPY);
 }
 

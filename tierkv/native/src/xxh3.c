@@ -83,7 +83,12 @@ FOR_AVX512 INLINE void eat_avx512_as(
             __m512i times = _mm512_mul_epu32(key, _mm512_srli_epi64(key, 32));
             sum = _mm512_add_epi64(sum, _mm512_add_epi64(swapped, times));
             if (copying == COPY) _mm512_storeu_si512(to, value);
-            if (copying == COPY_PAST_CACHES) _mm512_stream_si512((__m512i *)to, value);
+            if (copying == COPY_PAST_CACHES) {
+                _mm_stream_si128((__m128i *)to, _mm512_castsi512_si128(value));
+                _mm_stream_si128((__m128i *)to + 1, _mm512_extracti32x4_epi32(value, 1));
+                _mm_stream_si128((__m128i *)to + 2, _mm512_extracti32x4_epi32(value, 2));
+                _mm_stream_si128((__m128i *)to + 3, _mm512_extracti32x4_epi32(value, 3));
+            }
             data += STRIPE_BYTES;
             if (copying != NO_COPY) to += STRIPE_BYTES;
         }
@@ -122,7 +127,11 @@ FOR_AVX2 INLINE void eat_avx2_as(
                 __m256i times = _mm256_mul_epu32(key, _mm256_srli_epi64(key, 32));
                 sums[half] = _mm256_add_epi64(sums[half], _mm256_add_epi64(swapped, times));
                 if (copying == COPY) _mm256_storeu_si256((__m256i *)to + half, value);
-                if (copying == COPY_PAST_CACHES) _mm256_stream_si256((__m256i *)to + half, value);
+                if (copying == COPY_PAST_CACHES) {
+                    __m128i *part = (__m128i *)to + 2 * half;
+                    _mm_stream_si128(part, _mm256_castsi256_si128(value));
+                    _mm_stream_si128(part + 1, _mm256_extracti128_si256(value, 1));
+                }
             }
             data += STRIPE_BYTES;
             if (copying != NO_COPY) to += STRIPE_BYTES;

@@ -15,6 +15,7 @@
 
 #define SECRET_BYTES 192
 #define STRIPE_BYTES 64
+#define STORE_BYTES 16
 #define SHORT_MAX 240
 
 #define PRIME32_1 0x9E3779B1u
@@ -38,7 +39,8 @@ typedef enum { NO_COPY, COPY, COPY_PAST_CACHES } Copying;
 
 extern const uint8_t xxh3_secret[SECRET_BYTES];
 
-/* More than SHORT_MAX bytes. COPY_PAST_CACHES wants ``to`` aligned to STRIPE_BYTES. */
+/* More than SHORT_MAX bytes. COPY_PAST_CACHES wants ``to`` aligned to STORE_BYTES: what numpy
+ * allocates is aligned to no more, and wider stores are hardly faster. */
 Hash128 xxh3_128_long(const uint8_t *data, size_t length, uint8_t *to, Copying copying);
 uint64_t xxh3_64_long(const uint8_t *data, size_t length);
 
