@@ -31,6 +31,8 @@ from tierkv.core.planner import Limits, Planner
 from tierkv.core.policy import Lru
 from tierkv.core.slot_tables import BlockEntries
 from tierkv.core.state import PoolShape, State
+from tierkv.native.loops import loops
+from tierkv.service.runtime import take_memory
 from tierkv.service.snapshot import restore
 from tierkv.tiers.index import IndexContents
 
@@ -42,6 +44,9 @@ STEP = 256
 
 PARTS = 4
 """Such requests that a sequence sees."""
+
+AHEAD_EVERY = 16
+"""Sequences after which the memory for the next ones is taken. The daemon does it on a thread."""
 
 ROUNDS = 30
 MILLION = 1_000_000
@@ -112,7 +117,7 @@ class Store:
             Tier.HOST: 0,
             Tier.DISK: blocks * sizes[Tier.DISK],
         }
-        self.state = State(budgets, lambda tier, _shape: sizes[tier])
+        self.state = State(budgets, lambda tier, _shape: sizes[tier], loops().table)
         found = contents(blocks)
         started = time.perf_counter()
         restore(self.state, found)
@@ -124,8 +129,7 @@ class Store:
             found.values["hash_lo"].copy(),
         )
         del found
-        room = getattr(self.state, "rows_room", None)
-        policies = {tier: Lru() if room is None else Lru(room) for tier in Tier}
+        policies = {tier: Lru(self.state.rows_room) for tier in Tier}
         placement = Placement(self.state, Tables(), policies, self.state.apply, Counters())
         started = time.perf_counter()
         placement.list_all()
@@ -222,6 +226,8 @@ def churn(store: Store, calls: Calls, count: int) -> None:
         calls.time("release", planner.release, lease, [local])
         planner.take_sealed()
         store.state.take_changes()
+        if local % AHEAD_EVERY == 0:
+            take_memory(planner.placement.ahead())
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tierkv.core.arrays import distinct
 from tierkv.core.effects import Check, Effect, Flow, Move, ReadHeaders, Signal, Wait
 from tierkv.core.ids import I64, RAM_TIERS, U64, Tier
 from tierkv.core.placement import MOVE_BLOCKS
@@ -282,7 +283,7 @@ class Engine:
             return
         self._behind.clear()
         self._behind_blocks = 0
-        rows = state.live_rows()
+        rows = distinct(np.concatenate([state.rows_in(tier) for tier in RAM_TIERS]))
         rows = rows[blocks.is_sealed(rows) & ~blocks.has_copy(rows, Tier.DISK)]
         self._put_behind(rows, blocks.id[rows].copy())
 
