@@ -43,24 +43,28 @@ def place(tmp_path: Path) -> Iterator[Path]:
     """A directory for benchmarks, in which nothing must stay."""
     place = tmp_path / "place"
     place.mkdir()
-    shared = set(SHM.glob("tierkv-bench-*"))
     yield place
     assert list(place.iterdir()) == [], "files were left behind"
-    assert set(SHM.glob("tierkv-bench-*")) <= shared, "memory was left behind"
 
 
-def bench(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "tierkv", "bench", *arguments]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        bench(*arguments),
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tierkv", "bench", *arguments],
         env=python_environment(),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=WAIT_S,
+        start_new_session=True,
     )
+
+
+def end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What a command said, once it has ended and left neither process nor memory."""
+    out, err = process.communicate(timeout=WAIT_S)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    assert list(SHM.glob(f"tierkv-bench-{process.pid}-*")) == [], "memory was left behind"
+    return out, err
 
 
 def explained(workload: str) -> dict[str, str]:
@@ -83,15 +87,16 @@ def pattern(name: str) -> str:
 @pytest.mark.timeout(WAIT_S + 10)
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_a_quick_run_measures_as_the_page_says(workload: str, place: Path) -> None:
-    done = run(workload, "--quick", "--rounds", "1", "--json", "--dir", str(place))
+    with start(workload, "--quick", "--rounds", "1", "--json", "--dir", str(place)) as process:
+        out, err = end(process)
 
-    assert done.returncode == 0, done.stderr
-    found = report.from_json(done.stdout.encode())
+    assert process.returncode == 0, err
+    found = report.from_json(out.encode())
     assert found.quick
     assert found.rounds == 1
     check_lines(workload, found)
     for line in found.lines:
-        assert report.render(line) in done.stderr
+        assert report.render(line) in err
 
 
 def check_lines(workload: str, found: Document) -> None:
@@ -118,38 +123,30 @@ def test_the_command_knows_the_workloads_there_are() -> None:
 
 @pytest.mark.slow
 def test_lines_for_people_are_plain_text(place: Path) -> None:
-    done = run("rpc", "--quick", "--rounds", "2", "--dir", str(place))
+    with start("rpc", "--quick", "--rounds", "2", "--dir", str(place)) as process:
+        out, err = end(process)
 
-    assert done.returncode == 0, done.stderr
-    first, *lines = done.stdout.splitlines()
+    assert process.returncode == 0, err
+    first, *lines = out.splitlines()
     assert first.startswith("tierkv ")
     assert "median of 2 rounds" in first
     assert [line.split()[0] for line in lines][:2] == ["rpc.null.p50", "rpc.null.p99"]
-    assert "\x1b" not in done.stdout + done.stderr
+    assert "\x1b" not in out + err
     assert re.search(r"(ok|below): [\d.]+ \(<= 1\.6 times as long as ", lines[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_and_its_daemons(place: Path, number: signal.Signals) -> None:
-    command = bench("rpc", "growth", "--rounds", "1000", "--quick", "--dir", str(place))
-    with subprocess.Popen(
-        command,
-        env=python_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    arguments = ("rpc", "growth", "--rounds", "1000", "--quick", "--dir", str(place))
+    with start(*arguments) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(number)
-        _, err = process.communicate(timeout=WAIT_S)
+        _, err = end(process)
 
     assert process.returncode == 1
     assert err.strip().endswith("tierkv: interrupted")
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
 
 
 def test_an_unknown_workload_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,8 @@ class Daemon:
         self._run = Path(tempfile.mkdtemp(prefix="tierkv-bench-"))
         self.socket = str(self._run / "tierkv.sock")
         shared = SHM.is_dir() and os.access(SHM, os.W_OK)
-        self.arenas = Path(tempfile.mkdtemp(prefix="tierkv-bench-", dir=SHM if shared else None))
+        own = f"tierkv-bench-{os.getpid()}-"
+        self.arenas = Path(tempfile.mkdtemp(prefix=own, dir=SHM if shared else None))
         self._log = self._run / "daemon.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._settings = {
