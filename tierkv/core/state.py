@@ -450,7 +450,6 @@ class State:
         rows = records["key"].astype(np.int64)
         self.blocks.ensure(int(rows.max()) + 1)
         self.row_set.take(rows)
-        self.blocks.clear(rows)
         self.blocks.id[rows] = records["id"]
         self.blocks.namespace[rows] = records["aux"]
         self.touch_rows(rows)
