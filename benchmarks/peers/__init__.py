@@ -1,0 +1,1 @@
+"""The same work for tierkv and for what people use instead: ``python -m benchmarks.peers``."""

@@ -1,0 +1,1 @@
+"""One driver per peer: how its users' own client puts, gets and asks."""
