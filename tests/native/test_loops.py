@@ -83,7 +83,7 @@ def test_chains_are_checked(loops: Loops, seed: bytes, extras: np.ndarray | None
         loops.chain_hashes(seed, np.zeros(12, np.uint32), 4, extras)
 
 
-@pytest.mark.parametrize("length", [0, 1, 100, 240, 241, 1000, 4096, 5000, 65536])
+@pytest.mark.parametrize("length", [0, 1, 100, 240, 241, 1000, 4096, 5000, 65536, 300_000])
 @pytest.mark.parametrize("offset", [0, 3, 16, 48])
 def test_copies_and_their_checksums(loops: Loops, length: int, offset: int) -> None:
     stride = length + 64 - length % 64

@@ -79,8 +79,12 @@ class Lru:
         self._entry: U32 = column(room, np.uint32)
         """Per row: the place of its latest entry in the log, plus 1; 0 = not listed."""
         self._listed = 0
+        self._touched: list[I64] = []
+        """Rows of the latest touches, not in the log yet: many small ones are entered together."""
+        self._touched_count = 0
 
     def __len__(self) -> int:
+        self._enter()
         return self._listed
 
     @property
@@ -96,17 +100,35 @@ class Lru:
         """See EvictionPolicy."""
         if not len(rows):
             return
+        self._touched.append(rows)
+        self._touched_count += len(rows)
+        if self._touched_count >= SCAN:
+            self._enter()
+
+    def _enter(self) -> None:
+        """Put the latest touches at the end of the log."""
+        if not self._touched:
+            return
+        rows = self._touched[0] if len(self._touched) == 1 else np.concatenate(self._touched)
+        self._touched, self._touched_count = [], 0
         self._entry = stretched(self._entry, widest(rows))
-        self._listed += len(rows) - int(np.count_nonzero(self._entry[rows]))
         end = self._tail + len(rows)
         self._log = stretched(self._log, end)
         self._log[self._tail : end] = rows
-        self._entry[rows] = np.arange(self._tail + 1, end + 1, dtype=np.uint32)
+        places = np.arange(self._tail + 1, end + 1, dtype=np.uint32)
+        fresh = self._entry[rows] == 0
+        self._entry[rows] = places
+        # A row that is there twice has its last place, and is listed once.
+        self._listed += int(np.count_nonzero(fresh & (self._entry[rows] == places)))
         self._tail = end
         self._tidy(TIDY * len(rows))
 
     def forget(self, rows: I64) -> None:
         """See EvictionPolicy."""
+        self._enter()
+        self._forget(rows)
+
+    def _forget(self, rows: I64) -> None:
         known = rows[rows < len(self._entry)]
         self._listed -= int(np.count_nonzero(self._entry[known]))
         self._entry[known] = 0
@@ -119,6 +141,7 @@ class Lru:
         size: Callable[[I64], I64],
     ) -> I64:
         """See EvictionPolicy."""
+        self._enter()
         found: list[I64] = []
         at = self._head
         leading = True
@@ -132,7 +155,7 @@ class Lru:
             rows = self._live(at, stop)
             good = eligible(rows)
             kept = good | stays(rows)
-            self.forget(rows[~kept])
+            self._forget(rows[~kept])
             leading = leading and not some(kept)
             if leading:
                 self._head = stop

@@ -15,13 +15,15 @@
 #define EXPORT __attribute__((visibility("default")))
 #define DIGEST_BYTES 16
 
-/* Blocks this long are stored past the caches: nobody reads them soon, and a processor that stores
- * whole lines so does not fetch them first. */
+/* A call that copies much in blocks this long stores them past the caches: nobody reads all of it
+ * soon, and a processor that stores whole lines so does not fetch them first. What is little stays in
+ * the caches, for whoever asked for it. */
 #define PAST_CACHES_MIN 4096
+#define MUCH_BYTES (1 << 20)
 
-static Hash128 copied(uint8_t *target, const uint8_t *source, size_t length) {
+static Hash128 copied(uint8_t *target, const uint8_t *source, size_t length, int much) {
     if (length <= SHORT_MAX) return xxh3_128(memcpy(target, source, length), length);
-    int past = length >= PAST_CACHES_MIN && (uintptr_t)target % STORE_BYTES == 0;
+    int past = much && length >= PAST_CACHES_MIN && (uintptr_t)target % STORE_BYTES == 0;
     return xxh3_128_long(source, length, target, past ? PAST_CACHES : COPY);
 }
 
@@ -80,11 +82,12 @@ EXPORT int tierkv_copy(
 ) {
     if (to_slots ? !all_below(to_slots, count, to_rows) : count > to_rows) return -1;
     if (from_slots ? !all_below(from_slots, count, from_rows) : count > from_rows) return -1;
+    int much = count * length >= MUCH_BYTES;
     for (size_t n = 0; n < count; n++) {
         uint8_t *target = to + (to_slots ? to_slots[n] : n) * to_stride;
         const uint8_t *source = from + (from_slots ? from_slots[n] : n) * from_stride;
         if (sums == NULL) memcpy(target, source, length);
-        else put_digest(sums + n * DIGEST_BYTES, copied(target, source, length));
+        else put_digest(sums + n * DIGEST_BYTES, copied(target, source, length, much));
     }
     STORES_DONE();
     return 0;
