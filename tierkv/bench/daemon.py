@@ -120,7 +120,11 @@ class Daemon:
         return received.decode().partition("\r\n\r\n")[2]
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:  # an interrupt, too: nothing may stay
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:

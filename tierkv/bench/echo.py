@@ -37,11 +37,18 @@ class Echo:
         server = [self._program] if self._program else [sys.executable, "-m", "tierkv.bench.echo"]
         command = [*server, "serve", self._path, str(self._reply_bytes)]
         self._process = self._bench.spawn(self._placement.server, command, env=child_environment())
-        self._sock = self._connect()
+        try:
+            self._sock = self._connect()
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._sock.close()
+        self._end()
+
+    def _end(self) -> None:
         self._process.kill()
         self._bench.reap(self._process)
         shutil.rmtree(self._folder, ignore_errors=True)
