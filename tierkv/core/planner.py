@@ -370,6 +370,8 @@ class Planner:
 
     def take_sealed(self) -> list[tuple[I64, U64]]:
         """Rows and ids sealed since the last call: candidates for write-behind. Mutates."""
+        if not self._sealer.newly_sealed:
+            return []
         taken, self._sealer.newly_sealed = self._sealer.newly_sealed, []
         return taken
 

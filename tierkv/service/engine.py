@@ -244,7 +244,7 @@ class Engine:
     def _after_step(self) -> None:
         """Blocks were sealed: they want a copy on disk."""
         sealed = self.planner.take_sealed()
-        if not self._write_through or not self.planner.placement.enabled(Tier.DISK):
+        if not sealed or not self._write_through or not self.planner.placement.enabled(Tier.DISK):
             return
         for rows, ids in sealed:
             if self._behind_blocks + len(rows) > self._queue_blocks:
