@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.service.blocks import BLOCK, SPEC, check, fill, payloads, press, sized, store, tokens
-from tests.service.running import Daemon, running
+from tests.service.running import Daemon, running, until
 from tierkv.core.prefix import chain_hashes
 from tierkv.errors import InvalidArgument, PoolExhausted
 
@@ -246,3 +246,50 @@ def test_another_connection_finds_what_the_first_one_began(ns, client, daemon, o
         assert sequence.lost
     with ns.begin(on_disk, keep=0) as again:
         check(ns, again)
+
+
+# --- prefetch -------------------------------------------------------------------------------------
+
+
+def test_a_lookup_may_start_bringing_blocks_up(ns, on_disk) -> None:
+    found = ns.lookup(on_disk, prefetch=True)
+    assert found[:4] == (len(on_disk), 0, 0, 48)
+    until(lambda: ns.lookup(on_disk).device == 48)
+    with ns.begin(on_disk, keep=0) as sequence:
+        assert sequence.cached_from == (len(on_disk), 48, 0, 0)
+        check(ns, sequence)
+
+
+def test_who_begins_meanwhile_waits_for_what_is_on_its_way(ns, on_disk) -> None:
+    for _ in range(5):
+        ns.lookup(on_disk, prefetch=True)
+    with ns.begin(on_disk, keep=0) as sequence:
+        assert sequence.cached_tokens == len(on_disk)
+        check(ns, sequence)
+
+
+def test_more_than_fits_is_brought_up_as_far_as_it_does(ns, client) -> None:
+    """Three chains of 48 blocks for a device of 64: none is lost, and there is room for others."""
+    chains = [tokens(48, seed=110 + k) for k in range(3)]
+    for ids in chains:
+        store(ns, ids)
+    press(client, ns, 160, seed=111_000)
+    for ids in chains:
+        assert ns.lookup(ids, prefetch=True).disk == 48
+    until(lambda: sum(ns.lookup(ids).device for ids in chains) > 0)
+    with fill(ns, tokens(60, seed=112)) as sequence:
+        check(ns, sequence)
+    for ids in chains:
+        with ns.begin(ids, keep=0) as sequence:
+            assert sequence.cached_tokens == len(ids)
+            check(ns, sequence)
+
+
+def test_what_is_up_already_is_not_brought_up_again(ns, daemon) -> None:
+    ids = tokens(8, seed=113)
+    store(ns, ids)
+    moved = 'tierkv_transfer_bytes_total{from_tier="disk",to_tier="device"}'
+    before = daemon.metrics().get(moved, 0)
+    ns.lookup(ids, prefetch=True)
+    assert ns.lookup(ids).device == 8
+    assert daemon.metrics().get(moved, 0) == before

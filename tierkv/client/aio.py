@@ -405,10 +405,19 @@ class Namespace(NamespaceViews):
         self._client = client
 
     async def lookup(
-        self, token_ids: TokenIds, *, keep: int = 0, extra_keys: ExtraKeys | None = None
+        self,
+        token_ids: TokenIds,
+        *,
+        keep: int = 0,
+        extra_keys: ExtraKeys | None = None,
+        prefetch: bool = False,
     ) -> FoundPrefix:
-        """How many leading tokens are cached, ``keep`` last ones left aside. Touches nothing."""
-        return await self._client._run(self._core.lookup(token_ids, keep, extra_keys))
+        """How many leading tokens are cached, ``keep`` last ones left aside.
+
+        Touches nothing; with ``prefetch`` it starts bringing them up for the ``begin`` to come.
+        """
+        steps = self._core.lookup(token_ids, keep, extra_keys, prefetch)
+        return await self._client._run(steps)
 
     async def exists(self, hashes: U8) -> U8:
         """Which blocks are cached. See the blocking client."""

@@ -98,12 +98,16 @@ class NamespaceCore:
         return True
 
     def lookup(
-        self, token_ids: TokenIds, keep: int, extra_keys: ExtraKeys | None
+        self,
+        token_ids: TokenIds,
+        keep: int,
+        extra_keys: ExtraKeys | None,
+        prefetch: bool = False,
     ) -> Steps[FoundPrefix]:
-        """How many leading tokens are cached. Touches nothing."""
+        """How many leading tokens are cached."""
         tokens, extras = self._offer(token_ids, keep, extra_keys)
         hashes = self._hashes(tokens, extras).tobytes()
-        found = expect((yield lambda: Lookup(self.id, hashes)), Found)
+        found = expect((yield lambda: Lookup(self.id, hashes, prefetch)), Found)
         tokens_found = found.blocks * self.spec.block_tokens
         load_s = found.load_us / 1e6
         return FoundPrefix(tokens_found, found.device, found.host, found.disk, load_s)

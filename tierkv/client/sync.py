@@ -466,10 +466,19 @@ class Namespace(NamespaceViews):
         self._client = client
 
     def lookup(
-        self, token_ids: TokenIds, *, keep: int = 0, extra_keys: ExtraKeys | None = None
+        self,
+        token_ids: TokenIds,
+        *,
+        keep: int = 0,
+        extra_keys: ExtraKeys | None = None,
+        prefetch: bool = False,
     ) -> FoundPrefix:
-        """How many leading tokens are cached, ``keep`` last ones left aside. Touches nothing."""
-        return self._client._run(self._core.lookup(token_ids, keep, extra_keys))
+        """How many leading tokens are cached, ``keep`` last ones left aside.
+
+        Touches nothing; with ``prefetch`` it starts bringing them up for the ``begin`` to come.
+        """
+        steps = self._core.lookup(token_ids, keep, extra_keys, prefetch)
+        return self._client._run(steps)
 
     def exists(self, hashes: U8) -> U8:
         """Which blocks are cached: u8 [n], a block's fastest tier (0 device, 1 host, 2 disk) or

@@ -28,6 +28,7 @@ from tierkv.errors import PoolExhausted, TierFailed, TierFull
 
 MOVE_BLOCKS = 1024
 MOVE_BYTES = 64 << 20
+PREFETCH_MOVES = 4
 """A move is long enough to amortise a thread's wake-up and a sync, and short enough to pipeline."""
 
 
@@ -399,6 +400,38 @@ class Placement:
                 if len(batch) == 1:
                     raise
                 batch_max = len(batch) // 2
+
+    def prefetch(self, rows: I64) -> Flow[int]:
+        """Give rows a device copy before a sequence holds them; returns how many came up.
+
+        One attempt, in order: ends where there is no room, or the disk refuses. What came up may
+        leave again any time, as the most recently used.
+        """
+        blocks = self.state.blocks
+        rows = rows[~blocks.has_copy(rows, Tier.DEVICE)]
+        came = 0
+        if not len(rows):
+            return came
+        ids = blocks.id[rows].copy()
+        pool = int(self.state.pool_of(rows[:1])[0])
+        size = self.move_blocks(pool)
+        for at in range(0, min(len(rows), PREFETCH_MOVES * size), size):
+            part, names = rows[at : at + size], ids[at : at + size]
+            wanted = (blocks.id[part] == names) & blocks.has_any_copy(part)
+            wanted &= ~blocks.has_copy(part, Tier.DEVICE)
+            part, names = part[wanted], names[wanted]
+            while len(part) and int(part[0]) not in self._arriving:
+                batch = self._batch(part)
+                try:
+                    yield from self._promote(batch)
+                except (PoolExhausted, TierFailed):
+                    return came
+                came += int(np.count_nonzero(self._still(batch, names[: len(batch)], Tier.DEVICE)))
+                part, names = part[len(batch) :], names[len(batch) :]
+                gone = blocks.id[part] != names
+                gone |= ~blocks.has_any_copy(part) | blocks.has_copy(part, Tier.DEVICE)
+                part, names = part[~gone], names[~gone]
+        return came
 
     def _batch(self, rows: I64) -> I64:
         """The leading rows that come from the same tier and are not on their way already."""

@@ -132,6 +132,14 @@ class Planner:
         rows = self._matcher.match(namespace, hi, lo)
         return self._matcher.count_tiers(rows)
 
+    def prefetch(self, namespace: int, hi: U64, lo: U64) -> Flow[int]:
+        """Bring leading cached blocks up before somebody acquires them; returns how many came.
+
+        See ``Placement.prefetch``.
+        """
+        rows = self._matcher.match(namespace, hi, lo)
+        return (yield from self.placement.prefetch(rows))
+
     def exists(self, namespace: int, hi: U64, lo: U64) -> U8:
         """The fastest tier of each block, shape [n], NOWHERE if it is not cached. Touches nothing.
 

@@ -64,10 +64,15 @@ class OpenNamespace(Message, tag="open_namespace"):
 
 
 class Lookup(Message, tag="lookup"):
-    """How many leading blocks of a chain are cached, and where. Touches nothing."""
+    """How many leading blocks of a chain are cached, and where. Touches nothing.
+
+    With ``prefetch`` those that are not in the device tier start coming up, if the daemon has
+    time for it: the worker is about to ask for them.
+    """
 
     namespace: int
     hashes: bytes
+    prefetch: bool = False
 
 
 class Exists(Message, tag="exists"):

@@ -38,6 +38,9 @@ VERB_NAMES: dict[type[m.Message], str] = {
     verb: str(verb.__struct_config__.tag) for verb in get_args(m.Request)
 }
 
+PREFETCHES_MAX = 2
+"""Chains that come up before somebody waits for them; for more there is no time."""
+
 SCRATCH_BYTES = 64 << 20
 """Query and output memory of one connection; only touched pages exist."""
 
@@ -140,6 +143,7 @@ class Sessions:
         self._observer = observer
         self._sessions: dict[Connection, Session] = {}
         self._background: set[asyncio.Task[None]] = set()
+        self._prefetching = 0
         self._flows: dict[type[m.Message], Callable[[Session, Any], Flow[m.Message]]] = {
             m.OpenNamespace: self._open_namespace,
             m.Lookup: self._lookup,
@@ -252,7 +256,22 @@ class Sessions:
         self._check_open(session, message.namespace)
         hi, lo = split_hashes(message.hashes)
         by_tier = self._planner.lookup(message.namespace, hi, lo)
+        lower = sum(by_tier) - by_tier[Tier.DEVICE]
+        if message.prefetch and lower:
+            self._prefetch(message.namespace, hi, lo, lower)
         return m.Found(sum(by_tier), *by_tier, self._load_us(message.namespace, by_tier))
+
+    def _prefetch(self, namespace: int, hi: U64, lo: U64, blocks: int) -> None:
+        """Start bringing blocks up, unless others are on their way ahead of need already."""
+        if self._prefetching == PREFETCHES_MAX:
+            self._planner.placement.counters.optional_copies_dropped += blocks
+            return
+        self._prefetching += 1
+
+        def done(_result: int | TierkvError) -> None:
+            self._prefetching -= 1
+
+        self._engine.start(self._planner.prefetch(namespace, hi, lo), done)
 
     def _exists(self, session: Session, message: m.Exists) -> Flow[m.Message]:
         yield from ()
