@@ -37,7 +37,9 @@ _PRESENT = [np.uint8(1 << tier) for tier in Tier]
 """Per tier: the bit of ``Blocks.where`` that says the block has a copy there."""
 _WHERE = np.arange(1 << len(Tier), dtype=np.uint8)
 _HAS = [(_WHERE & bit) != 0 for bit in _PRESENT]
+_HAS_BELOW = [_WHERE >> (tier + 1) != 0 for tier in Tier]
 _BEST = np.array([min((t for t in Tier if w >> t & 1), default=len(Tier)) for w in _WHERE.tolist()])
+_BEST_BUT = [_BEST[_WHERE & ~bit] for bit in _PRESENT]
 # Looked up, not computed: on few rows an arithmetic call of numpy costs twice as much.
 
 _PART_ROWS = 4096
@@ -169,6 +171,14 @@ class Blocks:
     def has_any_copy(self, rows: I64) -> Bool:
         """Which of the rows have a copy anywhere, shape [n]."""
         return self._where[rows].astype(np.bool_)
+
+    def has_copy_below(self, rows: I64, tier: Tier) -> Bool:
+        """Which of the rows have a copy in a slower tier than this one, shape [n]."""
+        return np.asarray(_HAS_BELOW[tier][self._where[rows]])
+
+    def best_tier_but(self, rows: I64, tier: Tier) -> I64:
+        """Fastest tier but this one that holds each row, shape [n]; len(Tier) if there is none."""
+        return np.asarray(_BEST_BUT[tier][self._where[rows]])
 
     def rows_in(self, tier: Tier) -> I64:
         """All rows that have a copy in the tier, ascending."""

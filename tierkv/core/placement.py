@@ -154,8 +154,11 @@ class Placement:
         blocks = self.state.blocks
 
         def may_leave(rows: I64) -> Bool:
+            leaving = self._eligible(tier, rows)
+            if stuck_bytes == sys.maxsize:
+                return leaving
             stuck = (self.state.slot_bytes_of(tier, rows) >= stuck_bytes) & ~self._loose(tier, rows)
-            return np.asarray(self._eligible(tier, rows) & ~stuck)
+            return np.asarray(leaving & ~stuck)
 
         def stays(rows: I64) -> Bool:
             # A block that is mapped is touched when it is let go; any other keeps its place.
@@ -211,12 +214,10 @@ class Placement:
         Any other copy further up is no reason to leave: it is what lets that copy leave.
         """
         blocks = self.state.blocks
-        found = blocks.has_copy(rows, Tier.DEVICE) & (blocks.active[rows] > 0)
-        found &= tier is not Tier.DEVICE
-        for lower in Tier:
-            if lower > tier:
-                found |= blocks.has_copy(rows, lower)
-        return np.asarray(found)
+        found = blocks.has_copy_below(rows, tier)
+        if tier is not Tier.DEVICE:
+            found |= blocks.has_copy(rows, Tier.DEVICE) & (blocks.active[rows] > 0)
+        return found
 
     def _drop(self, tier: Tier, rows: I64, reason: str, for_pool: int | None = None) -> None:
         """Log that copies are gone and free their slots. Mutates."""
@@ -225,13 +226,10 @@ class Placement:
         blocks = self.state.blocks
         slots = blocks.slot[tier][rows].astype(np.int64)
         pools = self.state.pool_of(rows)
-        left = np.full(len(rows), len(Tier))
-        for other in reversed(Tier):
-            if other is not tier:
-                left[blocks.has_copy(rows, other)] = other
-        for to, count in zip(*np.unique(left, return_counts=True), strict=True):
-            name = Tier(to).label if to < len(Tier) else GONE
-            self.counters.evicted(tier.label, name, reason, int(count))
+        for to, count in enumerate(np.bincount(blocks.best_tier_but(rows, tier)).tolist()):
+            if count:
+                name = Tier(to).label if to < len(Tier) else GONE
+                self.counters.evicted(tier.label, name, reason, count)
         records = of_copies(Kind.DROP, tier, rows, blocks.id[rows], slots)
         self.forget(tier, rows)
         self.commit(records)
