@@ -29,7 +29,9 @@ def test_status_as_a_table(daemon: Daemon, ns) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("tierkv 0.1.0 is serving, up ")
     assert f"(pid {daemon.pid}, epoch 1, durability kill)" in done.stdout
-    lines = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line}
+    lines: dict[str, list[str]] = {}
+    for line in filter(None, done.stdout.splitlines()):
+        lines.setdefault(line.split()[0], line.split())
     assert lines["tier"] == ["tier", "capacity", "used", "free", "blocks", "evictable", "state"]
     assert lines["device"][1:3] == ["8.00", "MiB"]
     assert lines["host"][1:3] == ["4.00", "MiB"]
