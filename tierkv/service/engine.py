@@ -24,6 +24,7 @@ from tierkv.core.planner import Planner
 from tierkv.core.state import Sequence
 from tierkv.errors import InvariantViolation, TierFailed, TierFull, TierkvError
 from tierkv.service.journal import Journal
+from tierkv.service.runtime import step_back
 from tierkv.service.speeds import Speeds
 from tierkv.tiers.mover import BytesEffect, Mover
 
@@ -49,8 +50,8 @@ RETRY_MAX_S = 60.0
 class Lane:
     """A bounded queue in front of a few threads."""
 
-    def __init__(self, name: str, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, name)
+    def __init__(self, name: str, threads: int, begin: Callable[[], None] | None = None) -> None:
+        self._pool = ThreadPoolExecutor(threads, name, begin)
         self._places = asyncio.Semaphore(JOBS_IN_FLIGHT * threads)
 
     async def run(self, job: Callable[[], T]) -> T:
@@ -124,8 +125,9 @@ class Engine:
         self._lanes = {
             "copy": Lane("tierkv-copy", 1),
             "read": Lane("tierkv-read", 2),
-            # One hashes and writes while the other waits for the device.
-            "write": Lane("tierkv-write", 2),
+            # One hashes and writes while the other waits for the device. Nobody waits for them,
+            # unless seals are to be durable.
+            "write": Lane("tierkv-write", 2, None if durable_seal else step_back),
         }
         self._behind: deque[tuple[I64, U64, int]] = deque()
         """Rows, ids and payload bytes of batches of blocks."""

@@ -9,9 +9,7 @@ and gives back what another pool needs, since it gives out slots as well.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +21,7 @@ from tierkv.core.ids import Tier
 from tierkv.core.state import State
 from tierkv.errors import TierFull
 from tierkv.service.leads import TAKE_BYTES, Budget, GiveBack, PoolMemory, missing_bytes, next_step
+from tierkv.service.runtime import step_back
 from tierkv.tiers.arena import Arena
 
 log = logging.getLogger(__name__)
@@ -32,9 +31,6 @@ LOOK_S = 0.1
 
 RETRY_S = 30.0
 """When it is tried again after there was no memory."""
-
-NICE = 10
-"""Added to the daemon's: one core's idle time is enough."""
 
 SPARE_BYTES = 512 << 20
 """Memory of the machine that is left alone."""
@@ -80,7 +76,7 @@ class Prefault:
         self._ram_free_bytes = ram_free_bytes
         self._progress = {tier: _Progress() for tier in arenas}
         self._stopped = threading.Event()
-        self._thread = ThreadPoolExecutor(1, "tierkv-prefault", _step_back)
+        self._thread = ThreadPoolExecutor(1, "tierkv-prefault", step_back)
 
     async def run(self) -> None:
         """Work for ever; cancel to stop, then ``close``."""
@@ -202,10 +198,3 @@ class Prefault:
         state = self._state
         in_memory = self._arenas[tier].memory_bytes
         return Budget(state.budgets[tier], state.free_bytes(tier), in_memory)
-
-
-def _step_back() -> None:
-    """Let every other thread go first."""
-    thread = threading.get_native_id()
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
