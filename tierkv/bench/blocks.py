@@ -60,13 +60,6 @@ def timed_put(namespace: Namespace, tokens: U32, payload: U8) -> float:
     return time.perf_counter() - began
 
 
-def timed_get(namespace: Namespace, tokens: U32, out: U8) -> float:
-    """Seconds of a get by copy."""
-    began = time.perf_counter()
-    worker.get(namespace, tokens, out)
-    return time.perf_counter() - began
-
-
 def check(namespace: Namespace, tokens: U32, payload: U8) -> None:
     """Raise CorruptionError unless the daemon has these tokens with this payload, byte by byte."""
     found = np.zeros_like(payload)

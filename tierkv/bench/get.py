@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import cycle
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +23,8 @@ from tierkv.bench.harness import (
     repeat,
 )
 from tierkv.bench.put import BARS, BATCHES
+from tierkv.client.sync import Namespace
+from tierkv.core.ids import U8, U32
 from tierkv.core.spec import KVSpec
 from tierkv.units import KiB, MiB
 
@@ -38,60 +43,69 @@ def run(bench: Bench) -> Iterator[Line]:
         yield _one(bench, spec)
 
 
-def _many(bench: Bench, spec: KVSpec) -> Line:
-    place = bench.same_core
-    payload = blocks.some_payload(spec, blocks.BLOCKS_PER_CALL)
-    ring, times = blocks.Ring(payload, BATCHES), bench.pick(12, 2)
-    prompts = blocks.Prompts(spec, len(payload))
-    out = np.zeros_like(payload)
-    name = f"get.{blocks.label(spec)}"
-    settings = {"device.bytes": str(2 * BATCHES * payload.nbytes)}
-    with Daemon(bench, place, name, settings) as daemon, daemon.connect() as cache:
+class _Cached(NamedTuple):
+    """What a get finds: prompts that are cached with ``payload``, in turn, and memory for a copy.
+
+    ``held``: slots that this worker holds already, to copy out of.
+    """
+
+    namespace: Namespace
+    payload: U8
+    turns: Iterator[U32]
+    out: U8
+    held: blocks.HeldSlots
+
+
+@contextmanager
+def _cached(bench: Bench, spec: KVSpec, name: str, count: int, prompts: int) -> Iterator[_Cached]:
+    """A daemon that has so many prompts of ``count`` blocks cached, every byte checked."""
+    payload = blocks.some_payload(spec, count)
+    unseen = blocks.Prompts(spec, count)
+    settings = {"device.bytes": str(2 * prompts * payload.nbytes)}
+    with Daemon(bench, bench.same_core, name, settings) as daemon, daemon.connect() as cache:
         namespace = cache.namespace(spec)
-        held = blocks.HeldSlots(namespace, payload, BATCHES)
-        cached = [prompts.fresh() for _ in range(BATCHES)]
+        held = blocks.HeldSlots(namespace, payload, prompts)
+        cached = [unseen.fresh() for _ in range(prompts)]
         for tokens in cached:
             worker.put(namespace, tokens, payload)
             blocks.check(namespace, tokens, payload)
-        turns = cycle(cached)
+        yield _Cached(namespace, payload, cycle(cached), np.zeros_like(payload), held)
+
+
+def _many(bench: Bench, spec: KVSpec) -> Line:
+    count, times = blocks.BLOCKS_PER_CALL, bench.pick(12, 2)
+    name = f"get.{blocks.label(spec)}"
+    with _cached(bench, spec, name, count, BATCHES) as cached:
+        namespace, payload, turns, out, held = cached
+        ring = blocks.Ring(payload, BATCHES)
+        calls = {
+            "tierkv": lambda: worker.read(namespace, next(turns), out),
+            "a sequence": lambda: worker.get(namespace, next(turns), out),
+            "numpy copy": lambda: held.get(out),
+            "memcpy": ring.copy,
+        }
         measured = bench.interleave(
-            place,
-            {
-                "tierkv": lambda: repeat(
-                    lambda: blocks.timed_get(namespace, next(turns), out), times
-                ),
-                "numpy copy": lambda: repeat(lambda: once(lambda: held.get(out)), times),
-                "memcpy": lambda: repeat(lambda: once(ring.copy), times),
-            },
+            bench.same_core,
+            {name: partial(repeat, partial(once, call), times) for name, call in calls.items()},
         )
     return measured.line(
         name,
         gigabytes_per_s(payload.nbytes),
         "tierkv",
-        ["numpy copy", "memcpy"],
-        place,
+        ["numpy copy", "memcpy", "a sequence"],
+        bench.same_core,
         bars=[Reaches(BARS[spec.block_bytes], "numpy copy")],
-        note=f"{len(payload)} blocks a call",
+        note=f"{count} blocks a call",
     )
 
 
 def _one(bench: Bench, spec: KVSpec) -> Line:
-    place, calls = bench.same_core, bench.pick(1000, 50)
-    payload = blocks.some_payload(spec, 1)
-    prompts = blocks.Prompts(spec, 1)
-    out = np.zeros_like(payload)
+    calls = bench.pick(1000, 50)
     name = f"get.one.{blocks.label(spec)}"
-    settings = {"device.bytes": str(2 * PROMPTS * payload.nbytes)}
-    with Daemon(bench, place, name, settings) as daemon, daemon.connect() as cache:
-        namespace = cache.namespace(spec)
-        held = blocks.HeldSlots(namespace, payload, PROMPTS)
-        cached = [prompts.fresh() for _ in range(PROMPTS)]
-        for tokens in cached:
-            worker.put(namespace, tokens, payload)
-            blocks.check(namespace, tokens, payload)
-        turns = cycle(cached)
+    with _cached(bench, spec, name, 1, PROMPTS) as cached:
+        namespace, _, turns, out, held = cached
         measured = bench.interleave(
-            place,
+            bench.same_core,
             {
                 "tierkv": lambda: each_call(
                     lambda: worker.read(namespace, next(turns), out), calls
@@ -100,4 +114,4 @@ def _one(bench: Bench, spec: KVSpec) -> Line:
             },
         )
     bars = [AtMost(ONE_BLOCK_US[spec.block_bytes])]
-    return measured.line(name, MICROSECONDS, "tierkv", ["numpy copy"], place, bars=bars)
+    return measured.line(name, MICROSECONDS, "tierkv", ["numpy copy"], bench.same_core, bars=bars)

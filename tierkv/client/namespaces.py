@@ -65,6 +65,8 @@ class NamespaceCore:
         self.digest = spec.digest
         self.id = 0
         self.pool: U8 = np.empty((0, 0), np.uint8)
+        self.payload: U8 = self.pool
+        """The slots without their padding: u8 [slots, block_bytes]."""
         self._place: object = None
 
     def ask_open(self) -> Request:
@@ -95,6 +97,7 @@ class NamespaceCore:
             return False
         self._place = place
         self.pool = arena.data[opened.slot_offset : end].reshape(opened.slots, opened.slot_stride)
+        self.payload = self.pool[:, : self.spec.block_bytes]
         return True
 
     def lookup(
@@ -178,8 +181,7 @@ class NamespaceCore:
         slots = np.frombuffer(located.slots, "<u4")
         if not len(slots):
             return 0
-        payload, rows = self.pool[:, : out.shape[1]], np.arange(len(slots))
-        copied = self.client.loops.copy_between(out, rows, payload, slots)
+        copied = self.client.loops.copy_out_summed(self.payload, slots, out[: len(slots)])
         stated = np.frombuffer(located.checksums, np.uint8).reshape(-1, HASH_BYTES)
         if copied.tobytes() == located.checksums:
             return len(slots)

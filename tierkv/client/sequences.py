@@ -229,7 +229,7 @@ class SequenceCore:
     @property
     def payload(self) -> U8:
         """All slots without their padding (u8 [slots, block_bytes])."""
-        return self.namespace.pool[:, : self.namespace.spec.block_bytes]
+        return self.namespace.payload
 
     # --- what the daemon says ---------------------------------------------------------------------
 

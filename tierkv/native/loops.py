@@ -21,7 +21,7 @@ from tierkv.core.ids import U8, U32, U64, Bool
 from tierkv.core.table import HashTable
 from tierkv.errors import require
 from tierkv.native.library import Library, NoLibrary, load
-from tierkv.native.memory import address
+from tierkv.native.memory import LastingAddresses, address
 from tierkv.native.table import NativeTable
 
 DIGEST_BYTES = 16
@@ -71,6 +71,10 @@ class Loops(Protocol):
 
     def copy_out(self, pool: U8, slots: Slots, target: U8) -> None:
         """Copy slots of the pool into the rows of ``target`` [n, bytes]."""
+        ...
+
+    def copy_out_summed(self, pool: U8, slots: Slots, target: U8) -> U8:
+        """The same; returns the checksums of the bytes that came to lie in the target."""
         ...
 
     def copy_between(self, pool: U8, slots: Slots, source: U8, source_slots: Slots) -> U8:
@@ -145,6 +149,10 @@ class PythonLoops:
         for row, slot in zip(target, slots.tolist(), strict=True):
             np.copyto(row, pool[slot])
 
+    def copy_out_summed(self, pool: U8, slots: Slots, target: U8) -> U8:
+        """See Loops."""
+        return self.copy_between(target, np.arange(len(target)), pool, slots)
+
     def copy_between(self, pool: U8, slots: Slots, source: U8, source_slots: Slots) -> U8:
         """See Loops."""
         _check_slots(pool, slots)
@@ -203,6 +211,7 @@ class NativeLoops:
 
     def __init__(self, library: Library) -> None:
         self._library = library
+        self._lasting = LastingAddresses()
 
     def chain_hashes(
         self, seed: bytes, tokens: U32, block_tokens: int, extras: U64 | None = None
@@ -244,6 +253,12 @@ class NativeLoops:
     def copy_out(self, pool: U8, slots: Slots, target: U8) -> None:
         """See Loops."""
         self._copy(target, None, pool, slots, None)
+
+    def copy_out_summed(self, pool: U8, slots: Slots, target: U8) -> U8:
+        """See Loops."""
+        sums = np.empty((len(slots), DIGEST_BYTES), np.uint8)
+        self._copy(target, None, pool, slots, sums)
+        return sums
 
     def copy_between(self, pool: U8, slots: Slots, source: U8, source_slots: Slots) -> U8:
         """See Loops."""
@@ -299,6 +314,11 @@ class NativeLoops:
         require(not failed, IN_POOL)
         return same
 
+    def _pool(self, pool: U8) -> tuple[int, int, int]:
+        """As ``_matrix``, for memory that is most often the same."""
+        _check_rows(pool)
+        return self._lasting(pool), pool.strides[0], len(pool)
+
     def _copy(
         self,
         to: U8,
@@ -316,7 +336,7 @@ class NativeLoops:
         sources = None if source_slots is None else _numbers(source_slots)
         failed = self._library.bytes.tierkv_copy(
             *(*_matrix(to), None if targets is None else address(targets)),
-            *(*_matrix(source), None if sources is None else address(sources)),
+            *(*self._pool(source), None if sources is None else address(sources)),
             *(count, to.shape[1], None if sums is None else address(sums)),
         )
         require(not failed, IN_POOL)

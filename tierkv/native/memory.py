@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from typing import Any
 
 import numpy.typing as npt
@@ -22,18 +23,18 @@ def address(array: npt.NDArray[Any]) -> int:
 class LastingAddresses:
     """Addresses of arrays that are asked for again and again: columns, tables, pools.
 
-    Keeps these arrays, a few, alive.
+    Keeps no array alive.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[npt.NDArray[Any], int]] = {}
+        self._known: dict[int, tuple[weakref.ref[npt.NDArray[Any]], int]] = {}
 
     def __call__(self, array: npt.NDArray[Any]) -> int:
         """Where a contiguous array lies."""
         known = self._known.get(id(array))
-        if known is not None and known[0] is array:
+        if known is not None and known[0]() is array:
             return known[1]
         if len(self._known) >= LASTING_MAX:
             self._known.clear()
-        self._known[id(array)] = array, (found := address(array))
+        self._known[id(array)] = weakref.ref(array), (found := address(array))
         return found
