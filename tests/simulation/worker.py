@@ -128,7 +128,12 @@ class Worker:
         """Carry out one step of a plan; ``a`` and ``b`` choose what on."""
         local = self._pick(a)
         if verb == "begin" or local is None:
-            await self.begin(self._path([], 1 + b % TOKENS_MAX, a))
+            path = self._path([], 1 + b % TOKENS_MAX, a)
+            if b % 3 == 0:
+                await self._read(path)
+            elif b % 3 == 1:
+                await self._ask(m.Lookup(self._namespace, b"".join(names(tuple(path))), True))
+            await self.begin(path)
             return
         sequence = self.sequences[local]
         if verb == "release":
@@ -164,14 +169,35 @@ class Worker:
         self.uncertain.add(local)
         self.sequences[local] = sequence
         full = np.array(tokens[: len(chain) * SIZE], "<u4").tobytes()
-        message = m.Acquire(self._namespace, local, b"".join(chain), full)
+        # In turn: as it is, with room for the rest, and without waiting for what must come up.
+        room, wait = len(tokens) if local % 3 == 1 else 0, local % 3 != 2
+        message = m.Acquire(self._namespace, local, b"".join(chain), full, b"", room, wait)
         if not await self._table(local, message):
+            return None
+        if not wait and not await self._table(local, m.Await(local, len(chain) + 1)):
             return None
         self._ledger.happened["blocks hit"] += sequence.sealed
         sequence.tokens = tokens[: sequence.sealed * SIZE]
         self.uncertain.discard(local)
         self._check(sequence)
         return local
+
+    async def _read(self, tokens: list[int]) -> None:
+        """Copy what is cached of ``tokens`` without holding it; a checksum that fits is the truth.
+
+        Whether it fits depends on what became of the slot meanwhile.
+        """
+        chain = names(tuple(tokens))
+        full = np.array(tokens[: len(chain) * SIZE], "<u4").tobytes()
+        located = await self._ask(m.Locate(self._namespace, b"".join(chain), full))
+        for block, slot in enumerate(_slots(located.slots)):
+            expected = block_payload(tuple(tokens[: (block + 1) * SIZE]))
+            stated = located.checksums[16 * block :][:16]
+            copied = self._payload(slot)[: len(expected)].tobytes()
+            fits = xxhash.xxh3_128_digest(copied) == stated
+            if stated != xxhash.xxh3_128_digest(expected) or (fits and copied != expected):
+                self._ledger.violate(Violation.WRONG, f"block {block} that was read")
+            self._ledger.happened["blocks read" if fits else "slots gone to others"] += 1
 
     async def grow(self, local: int, tokens: list[int]) -> bool:
         """Write on until the sequence holds ``tokens``, sealing what is full."""

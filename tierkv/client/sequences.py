@@ -351,6 +351,7 @@ class SequenceCore:
         end = full * self.block_tokens
         if np.array_equal(self._tokens[:end], offered[:end]):
             return hashes[first * HASH_BYTES : full * HASH_BYTES]
+        self._offered = (offered[:0], b"")  # it went on beyond, or another way
         before = bytes(self._hashes[-HASH_BYTES:]) or self.namespace.digest
         extras = extras_of(self._extras, first, full - first)
         chain_hashes = self.client.loops.chain_hashes
