@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.peers.catalog import CEILING, OURS
 from benchmarks.peers.document import Crash, Document, Row
+from tierkv.bench.docs import filled
 from tierkv.bench.harness import Line
 from tierkv.bench.report import number, speed_text
 
@@ -43,11 +44,7 @@ def text(found: Document) -> str:
 
 def replaced(page: str, found: Document) -> str:
     """The page with this run in the place of the last one. Raises ValueError without marks."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page lacks {BEGIN} or {END}")
-    return f"{before}{BEGIN}\n\n{text(found)}\n{END}{after}"
+    return filled(page, BEGIN, END, text(found))
 
 
 def _run(found: Document) -> str:

@@ -6,11 +6,11 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.memory import mapped_bytes, memory_bytes
 from tierkv.client import populate as module
 from tierkv.client.populate import Populator
 
@@ -29,13 +29,11 @@ class Shared:
 
     @property
     def memory_bytes(self) -> int:
-        return os.fstat(self.fd).st_blocks * 512
+        return memory_bytes(self.fd)
 
     @property
     def mapped_bytes(self) -> int:
-        lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-        assert any(line.startswith(f"{self.worker.ctypes.data:x}-") for line in lines)
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
+        return mapped_bytes(self.worker)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.memory import mapped_bytes, memory_bytes
 from tierkv.pages import PIECE_BYTES, ask_for_huge_pages, backed_ranges, huge_bytes, populate
 
 MIB = 1 << 20
@@ -27,14 +28,12 @@ class Shared:
     @property
     def memory_bytes(self) -> int:
         """Memory that the file takes."""
-        return os.fstat(self.fd).st_blocks * 512
+        return memory_bytes(self.fd)
 
     @property
     def mapped_bytes(self) -> int:
         """Memory that this process has mapped of it."""
-        lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-        assert any(line.startswith(f"{self.data.ctypes.data:x}-") for line in lines)
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
+        return mapped_bytes(self.data)
 
 
 @pytest.fixture

@@ -20,11 +20,16 @@ END = "<!-- end of what tierkv.bench made -->"
 
 def replaced(page: str, found: Document) -> str:
     """The page with this run in the place of the last one. Raises ValueError without marks."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page lacks {BEGIN} or {END}")
-    return f"{before}{BEGIN}\n\n{text(found)}\n\n{END}{after}"
+    return filled(page, BEGIN, END, f"{text(found)}\n")
+
+
+def filled(page: str, begin: str, end: str, content: str) -> str:
+    """The page with other content between two marks. Raises ValueError if one is missing."""
+    before, has_begin, rest = page.partition(begin)
+    _, has_end, after = rest.partition(end)
+    if not has_begin or not has_end:
+        raise ValueError(f"the page lacks {begin} or {end}")
+    return f"{before}{begin}\n\n{content}\n{end}{after}"
 
 
 def text(found: Document) -> str:

@@ -89,9 +89,8 @@ class NamespaceCore:
                 f"slots of {opened.slot_stride} bytes for blocks of {self.spec.block_bytes}"
             )
         self.id = opened.namespace
-        arena.populate(
-            opened.slot_offset, end
-        )  # after a reconnect, too: a new daemon goes on taking
+        # After a reconnect, too: a new daemon goes on taking.
+        arena.populate(opened.slot_offset, end)
         place = (arena, opened.slot_offset, opened.slot_stride, opened.slots)
         if place == self._place:
             return False

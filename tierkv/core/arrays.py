@@ -32,6 +32,11 @@ def every(mask: Bool) -> bool:
     return int(np.count_nonzero(mask)) == mask.size
 
 
+def leading(mask: Bool) -> int:
+    """How many values are true before the first that is not."""
+    return len(mask) if every(mask) else int(mask.argmin())
+
+
 def first_of_runs(values: npt.NDArray[np.integer[Any]]) -> Bool:
     """Which values differ from the one before them, shape [n]."""
     first = np.ones(len(values), np.bool_)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierkv.core.arrays import every, indices, some
+from tierkv.core.arrays import every, indices, leading, some
 from tierkv.core.effects import Flow, Headers, ReadHeaders
 from tierkv.core.ids import I64, NO_BLOCK, RAM_TIERS, U32, U64, Bool, Tier
 from tierkv.core.placement import Placement
@@ -77,10 +77,10 @@ class Matcher:
             if every(here):
                 break
             left = left[~here]
-        if not every(good):
+        count = leading(good)
+        if count < len(rows):
             self._placement.counters.mismatched_blocks += 1
-            return int(good.argmin())
-        return len(rows)
+        return count
 
     def _same(self, tier: Tier, rows: I64, chain: Chain, at: I64) -> Bool:
         """Which rows of one chain (at these places) have its tokens and extra keys, shape [n].
@@ -111,14 +111,9 @@ class Matcher:
         good = np.ones(len(rows), np.bool_)
         good[cold] = same
         good &= (blocks.id[rows] == ids) & blocks.has_any_copy(rows)
-        return leading(rows, good)
+        return rows[: leading(good)]
 
     def count_tiers(self, rows: I64) -> TierCounts:
         """How many of the rows have their best copy in which tier."""
         counts = np.bincount(self._state.blocks.best_tier(rows), minlength=len(Tier))
         return int(counts[0]), int(counts[1]), int(counts[2])
-
-
-def leading(rows: I64, good: Bool) -> I64:
-    """Rows up to the first that is not good."""
-    return rows if every(good) else rows[: int(good.argmin())]

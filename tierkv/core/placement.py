@@ -28,8 +28,10 @@ from tierkv.errors import PoolExhausted, TierFailed, TierFull
 
 MOVE_BLOCKS = 1024
 MOVE_BYTES = 64 << 20
-PREFETCH_MOVES = 4
 """A move is long enough to amortise a thread's wake-up and a sync, and short enough to pipeline."""
+
+PREFETCH_MOVES = 4
+"""So much of a chain comes up before somebody asks for it."""
 
 
 def _ignore() -> None:
@@ -410,25 +412,25 @@ class Placement:
         came = 0
         if not len(rows):
             return came
+        size = self.move_blocks(int(self.state.pool_of(rows[:1])[0]))
+        rows = rows[: PREFETCH_MOVES * size]
         ids = blocks.id[rows].copy()
-        pool = int(self.state.pool_of(rows[:1])[0])
-        size = self.move_blocks(pool)
-        for at in range(0, min(len(rows), PREFETCH_MOVES * size), size):
-            part, names = rows[at : at + size], ids[at : at + size]
-            wanted = (blocks.id[part] == names) & blocks.has_any_copy(part)
-            wanted &= ~blocks.has_copy(part, Tier.DEVICE)
-            part, names = part[wanted], names[wanted]
-            while len(part) and int(part[0]) not in self._arriving:
-                batch = self._batch(part)
-                try:
-                    yield from self._promote(batch)
-                except (PoolExhausted, TierFailed):
-                    return came
-                came += int(np.count_nonzero(self._still(batch, names[: len(batch)], Tier.DEVICE)))
-                part, names = part[len(batch) :], names[len(batch) :]
-                gone = blocks.id[part] != names
-                gone |= ~blocks.has_any_copy(part) | blocks.has_copy(part, Tier.DEVICE)
-                part, names = part[~gone], names[~gone]
+        while len(rows):
+            wanted = (blocks.id[rows] == ids) & blocks.has_any_copy(rows)
+            wanted &= ~blocks.has_copy(rows, Tier.DEVICE)
+            rows, ids = rows[wanted], ids[wanted]
+            if not len(rows):
+                break
+            if int(rows[0]) in self._arriving:  # somebody else brings these up
+                rows, ids = rows[size:], ids[size:]
+                continue
+            batch = self._batch(rows[:size])
+            try:
+                yield from self._promote(batch)
+            except (PoolExhausted, TierFailed):
+                break
+            came += int(np.count_nonzero(self._still(batch, ids[: len(batch)], Tier.DEVICE)))
+            rows, ids = rows[len(batch) :], ids[len(batch) :]
         return came
 
     def _batch(self, rows: I64) -> I64:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierkv.core.arrays import indices
+from tierkv.core.arrays import indices, leading
 from tierkv.core.coming import MOVE_BYTES, Coming
 from tierkv.core.effects import Flow, Move, Moved
 from tierkv.core.ids import I64, U8, U32, U64, Tier
-from tierkv.core.matching import Chain, Matcher, TierCounts, leading
+from tierkv.core.matching import Chain, Matcher, TierCounts
 from tierkv.core.placement import Placement
 from tierkv.core.records import Kind, blank, join, push
 from tierkv.core.sealing import Sealer
@@ -512,7 +512,7 @@ class Planner:
     # --- matching ---------------------------------------------------------------------------------
 
     def _leading_in_device(self, rows: I64) -> int:
-        rows = leading(rows, self.state.blocks.has_copy(rows, Tier.DEVICE))
+        rows = rows[: leading(self.state.blocks.has_copy(rows, Tier.DEVICE))]
         return self.placement.doubt.leading_sound(rows)
 
     # --- reserve ----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tierkv.core.arrays import every
+from tierkv.core.arrays import every, leading
 from tierkv.core.ids import I64, NO_BLOCK, U32, U64, Tier, lease_of, sequence_id
 from tierkv.core.placement import Placement
 from tierkv.core.records import Kind, blank
@@ -100,8 +100,7 @@ class Sequences:
         return self.state.pools[self.pool(sequence.namespace)].block_tokens
 
     def sealed_count(self, rows: I64) -> int:
-        sealed = self.state.blocks.is_sealed(rows)
-        return len(rows) if every(sealed) else int(sealed.argmin())
+        return leading(self.state.blocks.is_sealed(rows))
 
     def parent_id(self, sequence: Sequence, at: int) -> int:
         return int(self.state.blocks.id[sequence.rows[at - 1]]) if at else NO_BLOCK

@@ -17,11 +17,14 @@ from tierkv.core.blocks import INDEXED, SEALED, Blocks
 from tierkv.core.ids import I64, NO_SLOT, U32, Bool, Tier, lease_of
 from tierkv.core.records import Kind, Records, pushed_rows, require_known
 from tierkv.core.slots import SlotSet
-from tierkv.core.space import Memory
+from tierkv.core.space import Memory, column, stretched
 from tierkv.core.table import HashTable
 from tierkv.errors import InvariantViolation, require
 
 ROWS_MAX = 2**32 - 2
+
+NAMESPACES_MAX = 2**16
+"""Records and blocks name them by 16 bits."""
 
 DIRTY_ARRAYS_MAX = 512
 """Changes of a row or two are gathered: a checkpoint that finds thousands of arrays takes long."""
@@ -146,7 +149,7 @@ class State:
         self.pools: list[PoolShape] = []
         self.slots: dict[tuple[Tier, int], SlotSet] = {}
         self.namespaces: dict[int, NamespaceEntry] = {}
-        self._pool_of_namespace: I64 = np.zeros(0, np.int64)
+        self._pool_of_namespace: I64 = column(NAMESPACES_MAX, np.int64)
         self.sequences: dict[int, Sequence] = {}
         self.leases: dict[int, Lease] = {}
         self.lease_sequences: dict[int, dict[int, None]] = {}
@@ -345,10 +348,10 @@ class State:
                 capacity = self.budgets[tier] // self._slot_bytes(tier, shape)
                 self.slots[tier, pool] = SlotSet(min(capacity, NO_SLOT - 1))
         self.namespaces[namespace] = NamespaceEntry(digest, self.pools.index(shape))
-        known = max(self.namespaces) + 1
-        self._pool_of_namespace = np.zeros(known, np.int64)
-        for number, entry in self.namespaces.items():
-            self._pool_of_namespace[number] = entry.pool
+        known = max(namespace + 1, len(self._pool_of_namespace))
+        # No longer than that: a number that nobody has entered must stay an error.
+        self._pool_of_namespace = stretched(self._pool_of_namespace, known)[:known]
+        self._pool_of_namespace[namespace] = self.namespaces[namespace].pool
 
     def add_lease(self, lease: Lease) -> None:
         """Enter a lease. Mutates."""

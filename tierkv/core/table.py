@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tierkv.core.arrays import every, some
+from tierkv.core.arrays import leading, some
 from tierkv.core.blocks import Blocks
 from tierkv.core.ids import I64, U32, U64, Bool
 from tierkv.core.space import Memory, zeros
@@ -111,7 +111,7 @@ class HashTable:
         parents = np.empty(len(rows), np.uint64)
         parents[0], parents[1:] = parent, blocks.id[rows[:-1]]
         good = (blocks.parent[rows] == parents) & (blocks.namespace[rows] == namespace)
-        return len(rows) if every(good) else int(good.argmin())
+        return leading(good)
 
     def put(self, rows: I64, column_hi: U64, column_lo: U64) -> None:
         """Add rows whose hashes are distinct and absent. Mutates the table."""

@@ -129,7 +129,7 @@ def write_entries(
     if not len(slots):
         return
     words = (ids, parents, hash_hi, hash_lo, sum_hi, sum_lo, extra)
-    rows = table.view(np.uint8).reshape(len(table), table.dtype.itemsize)
+    rows = _as_rows(table)
     block_tokens = table.dtype["tokens"].shape[0]
     loops().write_entries(rows, slots, EntryColumns(words, length, block_tokens, digest, tokens))
 
@@ -141,8 +141,7 @@ def same_content(table: Entries, slots: Slots, tokens: U32, extras: U64) -> Bool
     """
     if not len(slots):
         return np.zeros(0, np.bool_)
-    rows = table.view(np.uint8).reshape(len(table), table.dtype.itemsize)
-    return loops().same_content(rows, slots, tokens, extras)
+    return loops().same_content(_as_rows(table), slots, tokens, extras)
 
 
 def set_checks(entries: Entries) -> None:
@@ -163,9 +162,13 @@ def has_sum(entries: Entries) -> Bool:
 
 
 def _checks(entries: Entries) -> U64:
-    size = entries.dtype.itemsize
-    rows = np.ascontiguousarray(entries).view(np.uint8).reshape(len(entries), size)
-    return loops().checks(rows[:, : size - CHECK_BYTES])
+    rows = _as_rows(np.ascontiguousarray(entries))
+    return loops().checks(rows[:, : rows.shape[1] - CHECK_BYTES])
+
+
+def _as_rows(entries: Entries) -> U8:
+    """The bytes of contiguous entries, shape [n, bytes of one]; shares their memory."""
+    return entries.view(np.uint8).reshape(len(entries), entries.dtype.itemsize)
 
 
 def payload_sums(payload: U8, slots: Slots) -> Sums:

@@ -63,6 +63,15 @@ EXPORT int tierkv_places_get(
     return 0;
 }
 
+/* Ask for the places that a group of rows begins at, to be written to. */
+static void prefetch_homes(
+    const uint32_t *places, uint64_t mask, const uint64_t *column_lo, const int64_t *rows, size_t count
+) {
+    for (size_t n = 0; n < count; n++) __builtin_prefetch(column_lo + rows[n]);
+    for (size_t n = 0; n < count; n++)
+        __builtin_prefetch(places + (column_lo[rows[n]] & mask), 1);
+}
+
 /* Add rows that are not there. */
 EXPORT int tierkv_places_put(
     uint32_t *places, uint64_t mask, const uint64_t *column_lo, size_t length, const int64_t *rows,
@@ -71,9 +80,7 @@ EXPORT int tierkv_places_put(
     if (!all_rows(rows, count, length)) return -1;
     for (size_t start = 0; start < count; start += GROUP) {
         size_t end = end_of_group(start, count);
-        for (size_t n = start; n < end; n++) __builtin_prefetch(column_lo + rows[n]);
-        for (size_t n = start; n < end; n++)
-            __builtin_prefetch(places + (column_lo[rows[n]] & mask), 1);
+        prefetch_homes(places, mask, column_lo, rows + start, end - start);
         for (size_t n = start; n < end; n++) {
             uint64_t at = column_lo[rows[n]] & mask;
             while (places[at] != EMPTY) at = (at + 1) & mask;
@@ -107,9 +114,7 @@ EXPORT int tierkv_places_remove(
     if (!all_rows(rows, count, length)) return -1;
     for (size_t start = 0; start < count; start += GROUP) {
         size_t end = end_of_group(start, count);
-        for (size_t n = start; n < end; n++) __builtin_prefetch(column_lo + rows[n]);
-        for (size_t n = start; n < end; n++)
-            __builtin_prefetch(places + (column_lo[rows[n]] & mask), 1);
+        prefetch_homes(places, mask, column_lo, rows + start, end - start);
         for (size_t n = start; n < end; n++) {
             uint64_t at = column_lo[rows[n]] & mask;
             for (int ahead = 0; ahead <= BEHIND && places[at] != EMPTY; ahead++) {
