@@ -28,7 +28,6 @@ from tierkv.core.inline import run_inline
 from tierkv.core.matching import Chain
 from tierkv.core.placement import Placement
 from tierkv.core.planner import Limits, Planner
-from tierkv.core.policy import Lru
 from tierkv.core.slot_tables import BlockEntries
 from tierkv.core.state import PoolShape, State
 from tierkv.native.loops import loops
@@ -117,7 +116,7 @@ class Store:
             Tier.HOST: 0,
             Tier.DISK: blocks * sizes[Tier.DISK],
         }
-        self.state = State(budgets, lambda tier, _shape: sizes[tier], loops().table)
+        self.state = State(budgets, lambda tier, _shape: sizes[tier], loops().structures())
         found = contents(blocks)
         started = time.perf_counter()
         restore(self.state, found)
@@ -129,7 +128,7 @@ class Store:
             found.values["hash_lo"].copy(),
         )
         del found
-        policies = {tier: Lru(self.state.rows_room) for tier in Tier}
+        policies = {tier: self.state.structures.lru(self.state.rows_room) for tier in Tier}
         placement = Placement(self.state, Tables(), policies, self.state.apply, Counters())
         started = time.perf_counter()
         placement.list_all()

@@ -24,7 +24,6 @@ from tierkv.core.inline import run_inline
 from tierkv.core.matching import Chain
 from tierkv.core.placement import Placement
 from tierkv.core.planner import Limits, Planner
-from tierkv.core.policy import Lru
 from tierkv.core.spec import TOKEN_ID_MAX, KVSpec
 from tierkv.core.state import PoolShape, State
 from tierkv.errors import CorruptionError, InvalidArgument, PoolExhausted
@@ -81,11 +80,11 @@ class KVCacheManager:
         for arena in self._arenas.values():
             arena.add_pool(0, shape.block_bytes, shape.block_tokens)
         self.counters = Counters()
-        self.state = State(budgets, slot_bytes, loops().table)
+        self.state = State(budgets, slot_bytes, loops().structures())
         placement = Placement(
             self.state,
             ArenaTables(self._arenas),
-            {tier: Lru() for tier in Tier},
+            {tier: self.state.structures.lru(self.state.rows_room) for tier in Tier},
             self.state.apply,
             self.counters,
         )

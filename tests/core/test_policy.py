@@ -1,18 +1,24 @@
-"""Least recently used, against a plain list."""
+"""Least recently used, in numpy and native, against a plain list."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tierkv.core import policy
 from tierkv.core.policy import Lru
+from tierkv.core.structures import Structures
+from tierkv.native.library import load
+from tierkv.native.structures import structures
 
 ROWS = 12
+SHARED = [HealthCheck.function_scoped_fixture]
+"""The fixture only makes new ones."""
 SIZES = np.array([1, 1, 2, 3] * 3)
 
 rows_of = st.lists(st.integers(0, ROWS - 1), max_size=6, unique=True)
@@ -24,6 +30,13 @@ steps = st.lists(
     ),
     max_size=60,
 )
+
+
+@pytest.fixture(params=["numpy", "native"])
+def new(request: pytest.FixtureRequest) -> Callable[[], Lru]:
+    """Makes empty orders."""
+    made_of = Structures() if request.param == "numpy" else structures(load({}))
+    return lambda: made_of.lru(policy.SCAN)
 
 
 def ints(values: list[int]) -> Any:
@@ -44,12 +57,12 @@ def victims(
     return lru.victims(need, eligible, stays, lambda rows: SIZES[rows]).tolist()
 
 
-@given(steps)
-@settings(max_examples=200, deadline=None)
-def test_victims_come_in_the_order_of_a_list(steps) -> None:
+@given(steps=steps)
+@settings(max_examples=200, deadline=None, suppress_health_check=SHARED)
+def test_victims_come_in_the_order_of_a_list(new, steps) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy, "SCAN", 4)  # so that a scan takes several parts, and the log wraps
-        lru = Lru()
+        lru = new()
         order: list[int] = []
         for verb, rows, *need in steps:
             if verb == "touch":
@@ -68,8 +81,8 @@ def test_victims_come_in_the_order_of_a_list(steps) -> None:
         assert victims(lru, 10**6) == order
 
 
-def test_a_busy_row_keeps_its_place_and_a_mapped_one_comes_back_when_it_is_touched() -> None:
-    lru = Lru()
+def test_a_busy_row_keeps_its_place_and_a_mapped_one_comes_back_when_it_is_touched(new) -> None:
+    lru = new()
     lru.touch(ints([3, 4, 5]))
     assert victims(lru, 100, busy=[3], mapped=[4]) == [5]
     assert victims(lru, 100) == [3, 5]
@@ -77,8 +90,8 @@ def test_a_busy_row_keeps_its_place_and_a_mapped_one_comes_back_when_it_is_touch
     assert victims(lru, 100) == [3, 5, 4]
 
 
-def test_victims_stay_in_the_order_until_they_are_forgotten() -> None:
-    lru = Lru()
+def test_victims_stay_in_the_order_until_they_are_forgotten(new) -> None:
+    lru = new()
     lru.touch(ints([0, 1, 2]))
     assert victims(lru, 2) == victims(lru, 2) == [0, 1]
     lru.forget(ints([0, 1]))
@@ -86,16 +99,16 @@ def test_victims_stay_in_the_order_until_they_are_forgotten() -> None:
     assert victims(lru, 3) == [2]
 
 
-def test_a_row_in_the_log_thousands_of_times_is_one_victim() -> None:
-    lru = Lru()
+def test_a_row_in_the_log_thousands_of_times_is_one_victim(new) -> None:
+    lru = new()
     lru.touch(ints([1]))
     for _ in range(5000):
         lru.touch(ints([2, 3]))
     assert victims(lru, 100) == [1, 2, 3]
 
 
-def test_the_log_is_as_long_as_twice_the_rows_or_so() -> None:
-    lru, random = Lru(), np.random.default_rng(1)
+def test_the_log_is_as_long_as_twice_the_rows_or_so(new) -> None:
+    lru, random = new(), np.random.default_rng(1)
     for _ in range(2000):
         lru.touch(random.permutation(5000)[:50])
     assert len(lru) == 5000

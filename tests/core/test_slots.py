@@ -1,4 +1,4 @@
-"""The slot set against plain Python sets."""
+"""The slot sets, in numpy and native, against plain Python sets."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tierkv.core.slots import SlotSet
+from tierkv.core.structures import Structures
 from tierkv.errors import InvariantViolation
+from tierkv.native.library import load
+from tierkv.native.structures import structures
 
 
 class Slots(RuleBasedStateMachine):
     """``held`` and ``used`` are the truth; ``promises`` what holders will give back some day."""
 
+    structures = Structures()
+
     @initialize(capacity=st.sampled_from([0, 1, 5, 40, 2000]))
     def start(self, capacity: int) -> None:
-        self.slots = SlotSet(capacity)
+        self.slots = self.structures.slots(capacity, None)
         self.held: set[int] = set()
         self.used: set[int] = set()
         self.promises: list[int] = []
@@ -93,12 +97,19 @@ class Slots(RuleBasedStateMachine):
             assert rest == set(range(self.slots.capacity)) - self.held - self.used
 
 
+class NativeSlots(Slots):
+    structures = structures(load({}))
+
+
 TestSlots = Slots.TestCase
 TestSlots.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestNativeSlots = NativeSlots.TestCase
+TestNativeSlots.settings = TestSlots.settings
 
 
-def test_low_numbers_go_out_first() -> None:
-    slots = SlotSet(10)
+@pytest.mark.parametrize("made_of", [Structures(), structures(load({}))], ids=["numpy", "native"])
+def test_low_numbers_go_out_first(made_of: Structures) -> None:
+    slots = made_of.slots(10, None)
     assert slots.hold(3).tolist() == [0, 1, 2]
     assert slots.hold(2).tolist() == [3, 4]
     slots.take(np.array([0, 4]))

@@ -1,4 +1,8 @@
-"""A whole core on make-believe tiers: payloads lie in dicts, every rule of the real ones holds."""
+"""A whole core on make-believe tiers: payloads lie in dicts, every rule of the real ones holds.
+
+Its state has the native structures; what is replayed has those in numpy, so that each such check
+compares the two as well.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,13 @@ from tierkv.core.inline import run_inline
 from tierkv.core.matching import Chain
 from tierkv.core.placement import Placement
 from tierkv.core.planner import Limits, Planner
-from tierkv.core.policy import Lru
+from tierkv.core.policy import SCAN
 from tierkv.core.prefix import chain_hashes
 from tierkv.core.slot_tables import BlockEntries
 from tierkv.core.state import PoolShape, State
+from tierkv.core.structures import Structures
+from tierkv.native.library import load
+from tierkv.native.structures import structures
 
 SHAPE = PoolShape(block_bytes=64, block_tokens=4)
 
@@ -133,7 +140,7 @@ class World:
         }
         self.log: list[np.ndarray] = []
         self.tiers = tiers or FakeTiers(shape.block_tokens)
-        self.state = self.empty()
+        self.state = self._new(structures(load({})))
         self.counters = Counters()
         self._assemble()
         self.lease = self.planner.open_lease(b"t" * 16, 1, 2, 3).id
@@ -142,7 +149,11 @@ class World:
 
     def _assemble(self) -> None:
         self.placement = Placement(
-            self.state, self.tiers, {tier: Lru() for tier in Tier}, self.commit, self.counters
+            self.state,
+            self.tiers,
+            {tier: self.state.structures.lru(SCAN) for tier in Tier},
+            self.commit,
+            self.counters,
         )
         self.planner = Planner(self.state, self.placement, Limits())
 
@@ -155,7 +166,10 @@ class World:
 
     def empty(self) -> State:
         """A state with the same budgets, to replay the log into."""
-        return State(self.budgets, lambda _tier, pool: pool.block_bytes)
+        return self._new(Structures())
+
+    def _new(self, structures: Structures) -> State:
+        return State(self.budgets, lambda _tier, pool: pool.block_bytes, structures)
 
     def replayed(self) -> State:
         """A second state, made from the log alone."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
+from tierkv.core.arrays import distinct, every
 from tierkv.core.ids import I32, I64, NO_SLOT, U8, U16, U32, U64, Bool, Tier
+from tierkv.core.records import Records
 from tierkv.core.space import STEP, Memory, ahead, column, stretched, widest
+from tierkv.errors import require
 
 SEALED = 1
 """Flag: the block is full and immutable; its hash, parent and checksum are set."""
@@ -140,8 +145,85 @@ class Blocks:
             one[rows] = NO_SLOT
         self._where[rows] = 0
 
+    # --- what records say -------------------------------------------------------------------------
+
+    def alloc(self, records: Records) -> None:
+        """Enter new blocks with their first copies. Mutates.
+
+        ``records`` are ALLOC, of rows that are there. Raises InvariantViolation.
+        """
+        rows = records["key"].astype(np.int64)
+        for tier, here in by_tier(records):
+            self.place(rows[here], tier, records["loc"][here].astype(np.uint32))
+        self.id[rows] = records["id"]
+        self.namespace[rows] = records["aux"]
+
+    def may_seal(self, records: Records) -> tuple[I64, U64, U64]:
+        """Rows of SEAL records, and the halves of their hashes, shape [n] each.
+
+        Raises InvariantViolation if one is not of an open block.
+        """
+        rows = records["key"].astype(np.int64)
+        self.check(rows, records)
+        require(not self.is_sealed(rows).any(), "a block was sealed twice")
+        return rows, records["hash_hi"].copy(), records["hash_lo"].copy()
+
+    def seal(self, records: Records) -> None:
+        """Give blocks their names, after ``may_seal``. Mutates."""
+        rows = records["key"].astype(np.int64)
+        self.hash_hi[rows], self.hash_lo[rows] = records["hash_hi"], records["hash_lo"]
+        self.parent[rows] = records["loc"]
+        self.sum_hi[rows], self.sum_lo[rows] = records["extra_hi"], records["extra_lo"]
+        self.flags[rows] = np.where(records["tier"] == 1, SEALED | INDEXED, SEALED)
+
+    def drop(self, records: Records) -> I64:
+        """Copies are gone; returns the rows that have none left. Mutates.
+
+        ``records`` are DROP. Raises InvariantViolation if a copy is not where one says.
+        """
+        rows = records["key"].astype(np.int64)
+        self.check(rows, records)
+        for tier, here in by_tier(records):
+            there = self.slot[tier][rows[here]] == records["loc"][here]
+            require(every(there), "a copy was dropped that is not there")
+            self.unplace(rows[here], tier)
+        return distinct(rows[~self.has_any_copy(rows)])
+
+    def check(self, rows: I64, records: Records) -> None:
+        """Raise InvariantViolation unless the rows hold the blocks of the records."""
+        require(every(self.id[rows] == records["id"]), "a record names a block that is gone")
+
+    def ref(self, rows: U32, *, active: bool) -> None:
+        """One more sequence has the rows, each of them once; ``active``: and maps them. Mutates."""
+        self.refs[rows] += 1
+        if active:
+            self.active[rows] += 1
+
+    def unref(self, rows: I64, *, active: bool) -> I64:
+        """One sequence less; returns the rows that nobody has any more and nobody can find.
+
+        Mutates.
+        """
+        self.refs[rows] -= 1
+        if active:
+            self.active[rows] -= 1
+        idle = rows[self.refs[rows] == 0]
+        return np.asarray(idle[~self.is_indexed(idle)])
+
+    def free(self, rows: I64) -> list[I64]:
+        """Make rows free; returns the slots that they had, by tier. Mutates."""
+        slots = [one[rows].astype(np.int64) for one in self.slot]
+        self.clear(rows)
+        return [one[one != NO_SLOT] for one in slots]
+
+    # --- copies -----------------------------------------------------------------------------------
+
     def place(self, rows: I64, tier: Tier, slots: U32) -> None:
-        """The rows have copies in these slots of the tier. Mutates."""
+        """The rows have copies in these slots of the tier. Mutates.
+
+        Raises InvariantViolation if one has a copy there already.
+        """
+        require(every(self.slot[tier][rows] == NO_SLOT), "a block was placed twice")
         self.slot[tier][rows] = slots
         self._where[rows] |= _PRESENT[tier]
 
@@ -175,6 +257,11 @@ class Blocks:
     def has_copy_below(self, rows: I64, tier: Tier) -> Bool:
         """Which of the rows have a copy in a slower tier than this one, shape [n]."""
         return np.asarray(_HAS_BELOW[tier][self._where[rows]])
+
+    def may_leave(self, rows: I64, tier: Tier) -> Bool:
+        """Which of the rows have a copy in the tier that no worker maps, shape [n]."""
+        may = self.has_copy(rows, tier)
+        return may & (self.active[rows] == 0) if tier is Tier.DEVICE else may
 
     def best_tier_but(self, rows: I64, tier: Tier) -> I64:
         """Fastest tier but this one that holds each row, shape [n]; len(Tier) if there is none."""
@@ -216,3 +303,17 @@ class Blocks:
         for name, one in zip(SLOT_FIELDS, self.slot, strict=True):
             one[rows] = values[name]
         self.slots_changed(rows)
+
+
+_ALL = slice(None)
+
+
+def by_tier(records: Records) -> Iterator[tuple[Tier, Bool | slice]]:
+    """The tiers that records name, each with where in ``records`` it is named."""
+    tiers = records["tier"]
+    first = int(tiers[0])
+    if len(tiers) == 1 or every(tiers == first):
+        yield Tier(first), _ALL
+        return
+    for tier in distinct(tiers).tolist():
+        yield Tier(tier), tiers == tier

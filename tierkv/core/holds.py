@@ -20,6 +20,10 @@ class Holds:
         """Ascending; a row as often as it has users."""
         self._released = Signal()
 
+    def __bool__(self) -> bool:
+        """Whether any row is held."""
+        return bool(len(self._rows))
+
     def has(self, rows: I64) -> Bool:
         """Which of the rows are held, shape [n]."""
         if not len(self._rows):

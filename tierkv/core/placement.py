@@ -22,6 +22,7 @@ from tierkv.core.policy import EvictionPolicy
 from tierkv.core.records import Kind, Records, of_copies
 from tierkv.core.restart_order import restart_order
 from tierkv.core.slot_tables import SlotTables
+from tierkv.core.slots import NONE
 from tierkv.core.space import Memory
 from tierkv.core.state import State
 from tierkv.errors import PoolExhausted, TierFailed, TierFull
@@ -139,13 +140,10 @@ class Placement:
 
     def _eligible(self, tier: Tier, rows: I64) -> Bool:
         """Which rows may lose their copy in the tier, once another copy is safe."""
-        blocks = self.state.blocks
-        free: Bool = blocks.has_copy(rows, tier) & ~self.holds[tier].has(rows)
-        if tier is Tier.DEVICE:
-            return np.asarray(free & (blocks.active[rows] == 0))
-        if tier is Tier.HOST:
-            return free
-        return free & self._loose(tier, rows)
+        may = self.state.blocks.may_leave(rows, tier)
+        if self.holds[tier]:
+            may &= ~self.holds[tier].has(rows)
+        return may & self._loose(tier, rows) if tier is Tier.DISK else may
 
     def _victims(self, tier: Tier, need: int, stuck_bytes: int) -> Flow[I64]:
         """Rows that may leave the tier, worth ``need`` bytes at least; none if there are too few.
@@ -203,8 +201,11 @@ class Placement:
             yield from self.copy(tier, target, rows[moving], ids[moving])
         rows = rows[(blocks.id[rows] == ids) & self._eligible(tier, rows)]
         loose = self._loose(tier, rows)
+        if every(loose):
+            self._drop(tier, rows, "capacity", pool)
+            return sys.maxsize
         self._drop(tier, rows[loose], "capacity", pool)
-        return int(self.state.slot_bytes_of(tier, rows[~loose]).min(initial=sys.maxsize))
+        return int(self.state.slot_bytes_of(tier, rows[~loose]).min())
 
     def _loose(self, tier: Tier, rows: I64) -> Bool:
         """Which rows lose nothing that anybody holds when they leave the tier."""
@@ -227,7 +228,8 @@ class Placement:
             return
         blocks = self.state.blocks
         slots = blocks.slot[tier][rows].astype(np.int64)
-        pools = self.state.pool_of(rows)
+        others = len(self.state.pools) > 1 and tier is not Tier.DISK and for_pool is not None
+        pools = self.state.pool_of(rows) if others else NONE
         for to, count in enumerate(np.bincount(blocks.best_tier_but(rows, tier)).tolist()):
             if count:
                 name = Tier(to).label if to < len(Tier) else GONE
@@ -235,9 +237,8 @@ class Placement:
         records = of_copies(Kind.DROP, tier, rows, blocks.id[rows], slots)
         self.forget(tier, rows)
         self.commit(records)
-        if tier is not Tier.DISK and for_pool is not None:
-            for pool in distinct(pools[pools != for_pool]).tolist():
-                self.tables.punch(tier, pool, slots[pools == pool])
+        for pool in distinct(pools[pools != for_pool]).tolist():
+            self.tables.punch(tier, pool, slots[pools == pool])
 
     def forget(self, tier: Tier, rows: I64) -> None:
         """Copies of these rows are about to be logged as gone. Mutates."""
@@ -246,7 +247,7 @@ class Placement:
 
     def _outdate(self, tier: Tier, rows: I64) -> None:
         """What moves under way read of these rows in the tier is not their payload any more."""
-        if not self.holds[tier].has(rows).any():
+        if not self._copying or not self.holds[tier].has(rows).any():
             return
         for copying in self._copying:
             if copying.source is tier:

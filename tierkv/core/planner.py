@@ -18,7 +18,7 @@ from tierkv.core.effects import Flow, Move, Moved
 from tierkv.core.ids import I64, U8, U32, U64, Tier
 from tierkv.core.matching import Chain, Matcher, TierCounts
 from tierkv.core.placement import Placement
-from tierkv.core.records import Kind, blank, join, push
+from tierkv.core.records import Kind, Records, blank, join, push
 from tierkv.core.sealing import Sealer
 from tierkv.core.sequences import LOCAL_MAX, Sequences, TableView
 from tierkv.core.state import Lease, PoolShape, Sequence, State
@@ -312,6 +312,9 @@ class Planner:
 
         Raises what they raise.
         """
+        fresh = yield from self._begin_fresh(lease, namespace, local, chain, total)
+        if fresh is not None:
+            return fresh
         begun = yield from self.acquire(lease, namespace, local, chain, coming)
         cached = begun.sealed * chain.tokens.shape[1]
         try:
@@ -320,6 +323,38 @@ class Planner:
             self.release(lease, [local])
             raise
         return TableView(table.slots, table.sealed, begun.by_tier)
+
+    def _begin_fresh(
+        self, lease: int, namespace: int, local: int, chain: Chain, total: int
+    ) -> Flow[TableView | None]:
+        """``acquire_with_room`` where nothing is cached, in one commit; None where something is.
+
+        Or where there is such a sequence: it was asked for before.
+        """
+        pool = self._sequences.pool(namespace)
+        needed = -(-total // self.state.pools[pool].block_tokens)
+        self._check_size(max(needed, len(chain)))
+        if not self._is_fresh(lease, namespace, local, chain):
+            return None
+        self._sequences.check_limit(lease)
+        slots = yield from self.placement.room(Tier.DEVICE, pool, needed)
+        try:
+            if not self._is_fresh(lease, namespace, local, chain):
+                return None
+            opened = blank(1, Kind.SEQ_OPEN)
+            opened["id"] = identity = self._sequences.identity(lease, local)
+            opened["key"] = namespace
+            self._log_fresh(identity, namespace, slots, [opened])
+        finally:
+            self.placement.unhold_slots(Tier.DEVICE, pool, slots)
+        self.placement.counters.looked_up(len(chain) * self.state.pools[pool].block_tokens)
+        return TableView(slots.astype(np.uint32), 0)
+
+    def _is_fresh(self, lease: int, namespace: int, local: int, chain: Chain) -> bool:
+        """Whether the lease has no such sequence yet, and nothing of the chain is cached."""
+        if self._sequences.identity(lease, local) in self.state.sequences:
+            return False
+        return not len(self._matcher.match(namespace, chain.hi[:1], chain.lo[:1]))
 
     def reserve(self, lease: int, local: int, written: int, total: int) -> Flow[TableView]:
         """Room for ``total`` tokens; blocks from token ``written`` on are exclusive.
@@ -543,27 +578,32 @@ class Planner:
 
     def _extend(self, sequence: Sequence, keep: int, slots: I64) -> None:
         """Log ``len(slots)`` fresh blocks behind the first ``keep`` of the sequence."""
-        fresh = len(slots)
-        rows = self.state.row_set.hold(fresh)
-        allocated = blank(fresh, Kind.ALLOC)
-        allocated["key"] = rows
-        allocated["id"] = np.arange(fresh) + self.state.next_block
-        allocated["aux"] = sequence.namespace
-        allocated["tier"] = Tier.DEVICE
-        allocated["loc"] = slots
-        records = [allocated]
+        records = []
         if keep < len(sequence):
             cut = blank(1, Kind.SEQ_TRUNCATE)
             cut["id"] = sequence.id
             cut["loc"] = keep
             records.append(cut)
-        records.append(push(sequence.id, rows.astype(np.uint32)))
-        pool = self._sequences.pool(sequence.namespace)
-        self.placement.tables.open(Tier.DEVICE, pool, slots, allocated["id"])
         cut_off = sequence.rows[keep:]
-        self.placement.commit(join(records))
-        self.placement.doubt.clear(rows)
+        self._log_fresh(sequence.id, sequence.namespace, slots, records)
         self._sequences.touch_released(cut_off)
+
+    def _log_fresh(self, identity: int, namespace: int, slots: I64, before: list[Records]) -> None:
+        """Log records, and then fresh blocks in these slots at the end of the sequence."""
+        fresh = len(slots)
+        rows = self.state.row_set.hold(fresh)
+        allocated = blank(fresh, Kind.ALLOC)
+        allocated["key"] = rows
+        allocated["id"] = ids = np.arange(
+            self.state.next_block, self.state.next_block + fresh, dtype=np.uint64
+        )
+        allocated["aux"] = namespace
+        allocated["tier"] = Tier.DEVICE
+        allocated["loc"] = slots
+        self.placement.tables.open(Tier.DEVICE, self._sequences.pool(namespace), slots, ids)
+        pushed = push(identity, rows.astype(np.uint32))
+        self.placement.commit(join([*before, allocated, pushed]))
+        self.placement.doubt.clear(rows)
 
     # --- parts ------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tierkv.core.arrays import some
+from tierkv.core.arrays import every, some
 from tierkv.core.ids import I64, U32, Bool
 from tierkv.core.space import Memory, ahead, column, stretched, widest
 
@@ -112,16 +112,20 @@ class Lru:
         rows = self._touched[0] if len(self._touched) == 1 else np.concatenate(self._touched)
         self._touched, self._touched_count = [], 0
         self._entry = stretched(self._entry, widest(rows))
+        self._log = stretched(self._log, self._tail + len(rows))
+        self._listed += self._append(rows)
+        self._tail += len(rows)
+        self._tidy(TIDY * len(rows))
+
+    def _append(self, rows: I64) -> int:
+        """Write rows behind the log's end; returns how many were not listed."""
         end = self._tail + len(rows)
-        self._log = stretched(self._log, end)
         self._log[self._tail : end] = rows
         places = np.arange(self._tail + 1, end + 1, dtype=np.uint32)
         fresh = self._entry[rows] == 0
         self._entry[rows] = places
         # A row that is there twice has its last place, and is listed once.
-        self._listed += int(np.count_nonzero(fresh & (self._entry[rows] == places)))
-        self._tail = end
-        self._tidy(TIDY * len(rows))
+        return int(np.count_nonzero(fresh & (self._entry[rows] == places)))
 
     def forget(self, rows: I64) -> None:
         """See EvictionPolicy."""
@@ -129,9 +133,15 @@ class Lru:
         self._forget(rows)
 
     def _forget(self, rows: I64) -> None:
+        if len(rows):
+            self._listed -= self._strike(rows)
+
+    def _strike(self, rows: I64) -> int:
+        """Make rows' entries stale; returns how many were listed."""
         known = rows[rows < len(self._entry)]
-        self._listed -= int(np.count_nonzero(self._entry[known]))
+        listed = int(np.count_nonzero(self._entry[known]))
         self._entry[known] = 0
+        return listed
 
     def victims(
         self,
@@ -154,12 +164,15 @@ class Lru:
             scan = min(2 * scan, SCAN_MAX)  # who needs many gets them in a few looks
             rows = self._live(at, stop)
             good = eligible(rows)
-            kept = good | stays(rows)
-            self._forget(rows[~kept])
-            leading = leading and not some(kept)
+            if every(good):  # most often
+                leading = leading and not len(rows)
+            else:
+                kept = good | stays(rows)
+                self._forget(rows[~kept])
+                leading = leading and not some(kept)
+                rows = rows[good]
             if leading:
                 self._head = stop
-            rows = rows[good]
             sizes = np.cumsum(size(rows))
             enough = int(np.searchsorted(sizes, need_bytes)) + 1
             found.append(rows[:enough])
@@ -181,11 +194,16 @@ class Lru:
                 return
             self._from, self._head, self._to = self._head, 0, 0
         stop = min(self._from + count, self._tail)
-        rows = self._live(self._from, stop)
-        end = self._to + len(rows)
-        self._log[self._to : end] = rows
-        self._entry[rows] = np.arange(self._to + 1, end + 1, dtype=np.uint32)
-        self._to, self._from = end, stop
+        self._to += self._move(self._from, stop, self._to)
+        self._from = stop
         if stop == self._tail:
-            self._tail = end
+            self._tail = self._to
             self._from = self._to = 0
+
+    def _move(self, start: int, stop: int, to: int) -> int:
+        """Move what is alive in a part of the log to ``to`` and behind; returns how much."""
+        rows = self._live(start, stop)
+        end = to + len(rows)
+        self._log[to:end] = rows
+        self._entry[rows] = np.arange(to + 1, end + 1, dtype=np.uint32)
+        return len(rows)

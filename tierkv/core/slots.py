@@ -10,6 +10,10 @@ from tierkv.core.space import Memory, ahead, column, stretched, widest
 from tierkv.errors import require
 
 FREE, HELD, USED = 0, 1, 2
+NONE: I64 = np.zeros(0, np.int64)
+
+TAKEN_TWICE = "a slot was taken twice"
+NOT_USED = "a slot was freed that was not used"
 
 
 class SlotSet:
@@ -60,6 +64,48 @@ class SlotSet:
         Mutates the free stack. Raises InvariantViolation if there are not enough.
         """
         require(count <= self.free_count, "held more slots than are free")
+        popped = self._pop(count) if self._depth else NONE
+        parts, missing = [popped], count - len(popped)
+        while missing:
+            fresh = np.arange(self._fresh, min(self._fresh + missing, self.capacity))
+            require(len(fresh), "free count disagrees with the free stack")
+            self._fresh += len(fresh)
+            self._ensure(self._fresh)
+            free = fresh[self._is[fresh] == FREE]
+            self._is[free] = HELD
+            parts.append(free)
+            missing -= len(free)
+        self.held_count += count
+        return np.concatenate(parts) if len(parts) > 1 else popped
+
+    def unhold(self, numbers: I64) -> None:
+        """Take promises back; numbers that were taken meanwhile are left alone."""
+        if len(numbers):
+            self.held_count -= self._set_free(numbers, HELD)
+
+    def take(self, numbers: I64) -> None:
+        """Mark as used (each must be free or held). Mutates; called by apply only."""
+        if not len(numbers):
+            return
+        self._ensure(widest(numbers))
+        self.held_count -= self._use(numbers)
+        self.used_count += len(numbers)
+
+    def give(self, numbers: I64) -> None:
+        """Mark used numbers as free. Mutates; called by apply only."""
+        if len(numbers):
+            self.used_count -= self._set_free(numbers, USED)
+
+    def reindex(self) -> None:
+        """Rebuild the free stack after replay, which takes numbers without holding them."""
+        self._is[self._is == HELD] = FREE
+        self.held_count = 0
+        self._fresh = widest(self.used())
+        self._depth = 0
+        self._push(np.flatnonzero(self._is[: self._fresh] == FREE)[::-1])
+
+    def _pop(self, count: int) -> I64:
+        """Hold numbers from the stack of free ones: ``count``, or all that are there."""
         parts: list[I64] = []
         missing = count
         while missing and self._depth:
@@ -74,57 +120,25 @@ class SlotSet:
             self._is[free] = HELD
             parts.append(free)
             missing -= len(free)
-        while missing:
-            fresh = np.arange(self._fresh, min(self._fresh + missing, self.capacity))
-            require(len(fresh), "free count disagrees with the free stack")
-            self._fresh += len(fresh)
-            self._ensure(self._fresh)
-            free = fresh[self._is[fresh] == FREE]
-            self._is[free] = HELD
-            parts.append(free)
-            missing -= len(free)
-        self.held_count += count
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        return np.concatenate(parts) if parts else NONE
 
-    def unhold(self, numbers: I64) -> None:
-        """Take promises back; numbers that were taken meanwhile are left alone."""
-        still = numbers[self._is[numbers] == HELD]
-        self._is[still] = FREE
-        self.held_count -= len(still)
-        self._push(still)
-
-    def take(self, numbers: I64) -> None:
-        """Mark as used (each must be free or held). Mutates; called by apply only."""
-        if not len(numbers):
-            return
-        self._ensure(widest(numbers))
+    def _use(self, numbers: I64) -> int:
+        """Mark as used; returns how many were held."""
         were = self._is[numbers]
-        require(not (were == USED).any(), "a slot was taken twice")
-        self.held_count -= int(np.count_nonzero(were == HELD))
+        require(not (were == USED).any(), TAKEN_TWICE)
         self._is[numbers] = USED
-        self.used_count += len(numbers)
+        return int(np.count_nonzero(were == HELD))
 
-    def give(self, numbers: I64) -> None:
-        """Mark used numbers as free. Mutates; called by apply only."""
-        if not len(numbers):
-            return
-        require(
-            widest(numbers) <= len(self._is) and bool((self._is[numbers] == USED).all()),
-            "a slot was freed that was not used",
-        )
-        self._is[numbers] = FREE
-        self.used_count -= len(numbers)
-        self._push(numbers)
+    def _set_free(self, numbers: I64, were: int) -> int:
+        """Mark those as free that are HELD, or all if ``were`` is USED; returns how many."""
+        require(widest(numbers) <= len(self._is), NOT_USED)
+        chosen = numbers[self._is[numbers] == were]
+        require(were != USED or len(chosen) == len(numbers), NOT_USED)
+        self._is[chosen] = FREE
+        self._push(chosen)
+        return len(chosen)
 
-    def reindex(self) -> None:
-        """Rebuild the free stack after replay, which takes numbers without holding them."""
-        self._is[self._is == HELD] = FREE
-        self.held_count = 0
-        self._fresh = widest(self.used())
-        self._depth = 0
-        self._push(np.flatnonzero(self._is[: self._fresh] == FREE)[::-1])
-
-    def _push(self, numbers: I64) -> None:
+    def _push(self, numbers: I64 | U32) -> None:
         if not len(numbers):
             return
         needed = self._depth + len(numbers)

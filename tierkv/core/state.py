@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tierkv.core.arrays import distinct, every, runs, some
-from tierkv.core.blocks import INDEXED, SEALED, Blocks
+from tierkv.core.arrays import distinct, every, runs
+from tierkv.core.blocks import INDEXED, by_tier
 from tierkv.core.ids import I64, NO_SLOT, U32, Bool, Tier, lease_of
 from tierkv.core.records import Kind, Records, pushed_rows, require_known
 from tierkv.core.slots import SlotSet
-from tierkv.core.space import Memory, column, stretched
-from tierkv.core.table import HashTable
+from tierkv.core.space import Memory, column, stretched, widest
+from tierkv.core.structures import Structures
 from tierkv.errors import InvariantViolation, require
 
 ROWS_MAX = 2**32 - 2
@@ -128,14 +128,14 @@ SlotBytes = Callable[[Tier, PoolShape], int]
 class State:
     """Blocks, block tables, leases, namespaces, and which slot of which tier holds what.
 
-    ``table`` makes the table from hashes to rows.
+    ``structures`` makes what they are kept in; numpy's if it is left out.
     """
 
     def __init__(
         self,
         budgets: dict[Tier, int],
         slot_bytes: SlotBytes,
-        table: Callable[[], HashTable] = HashTable,
+        structures: Structures | None = None,
     ) -> None:
         self.budgets = budgets
         self._slot_bytes = slot_bytes
@@ -143,11 +143,14 @@ class State:
         copies_max = sum(budgets[tier] // slot_bytes(tier, smallest) for tier in Tier)
         self.rows_room = min(copies_max, ROWS_MAX)
         """Room for so many rows is set aside: what the budgets can hold, most often far more."""
-        self.blocks = Blocks(self.rows_room)
-        self.index = table()
-        self.row_set = SlotSet(ROWS_MAX, self.rows_room)
+        self.structures = structures = structures or Structures()
+        self.blocks = structures.blocks(self.rows_room)
+        self.index = structures.table()
+        self.row_set = structures.slots(ROWS_MAX, self.rows_room)
         self.pools: list[PoolShape] = []
         self.slots: dict[tuple[Tier, int], SlotSet] = {}
+        self._sets_of: dict[Tier, list[tuple[SlotSet, int]]] = {tier: [] for tier in Tier}
+        """A tier's slot sets, each with the bytes of a slot."""
         self.namespaces: dict[int, NamespaceEntry] = {}
         self._pool_of_namespace: I64 = column(NAMESPACES_MAX, np.int64)
         self.sequences: dict[int, Sequence] = {}
@@ -199,9 +202,7 @@ class State:
     def used_bytes(self, tier: Tier) -> int:
         """Bytes of all used and held slots of a tier."""
         return sum(
-            (slots.used_count + slots.held_count) * self.slot_bytes(tier, pool)
-            for (of, pool), slots in self.slots.items()
-            if of is tier
+            (slots.used_count + slots.held_count) * size for slots, size in self._sets_of[tier]
         )
 
     def copies(self, tier: Tier) -> int:
@@ -345,8 +346,10 @@ class State:
             pool = len(self.pools)
             self.pools.append(shape)
             for tier in Tier:
-                capacity = self.budgets[tier] // self._slot_bytes(tier, shape)
-                self.slots[tier, pool] = SlotSet(min(capacity, NO_SLOT - 1))
+                size = self._slot_bytes(tier, shape)
+                capacity = min(self.budgets[tier] // size, NO_SLOT - 1)
+                slots = self.slots[tier, pool] = self.structures.slots(capacity, None)
+                self._sets_of[tier].append((slots, size))
         self.namespaces[namespace] = NamespaceEntry(digest, self.pools.index(shape))
         known = max(namespace + 1, len(self._pool_of_namespace))
         # No longer than that: a number that nobody has entered must stay an error.
@@ -405,18 +408,14 @@ class State:
             sequence = self._sequence(int(ids[start]))
             rows = pushed_rows(records[start:stop])
             sequence.push(rows)
-            self.blocks.refs[rows] += 1
-            if not sequence.suspended:
-                self.blocks.active[rows] += 1
+            self.blocks.ref(rows, active=not sequence.suspended)
 
     def _seq_swap(self, records: Records) -> None:
         for record in records:
             sequence = self._sequence(int(record["id"]))
             row = int(record["key"])
             old = sequence.swap(int(record["loc"]), row)
-            self.blocks.refs[row] += 1
-            if not sequence.suspended:
-                self.blocks.active[row] += 1
+            self.blocks.ref(np.array([row], np.uint32), active=not sequence.suspended)
             self._unref(np.array([old]), not sequence.suspended)
 
     def _seq_truncate(self, records: Records) -> None:
@@ -451,37 +450,27 @@ class State:
 
     def _alloc(self, records: Records) -> None:
         rows = records["key"].astype(np.int64)
-        self.blocks.ensure(int(rows.max()) + 1)
+        self.blocks.ensure(widest(rows))
         self.row_set.take(rows)
-        self.blocks.id[rows] = records["id"]
-        self.blocks.namespace[rows] = records["aux"]
+        self.blocks.alloc(records)
+        self._take_slots(records, rows)
         self.touch_rows(rows)
-        self._take_slots(rows, records)
         self.next_block = max(self.next_block, int(records["id"].max()) + 1)
 
     def _seal(self, records: Records) -> None:
-        hashes = records["hash_lo"]
-        if len(records) > 1 and len(distinct(hashes)) < len(hashes):
+        if len(records) > 1 and self.index.repeats(records["hash_lo"]):
             # Two requests of one frame sealed the same chain: their order matters.
             for at in range(len(records)):
                 self._seal(records[at : at + 1])
             return
         blocks = self.blocks
-        rows = records["key"].astype(np.int64)
-        self._check_ids(rows, records)
-        require(not some(blocks.is_sealed(rows)), "a block was sealed twice")
+        rows, hash_hi, hash_lo = blocks.may_seal(records)
         indexed = records["tier"] == 1
         named = slice(None) if every(indexed) else indexed
-        hash_hi, hash_lo = records["hash_hi"].copy(), records["hash_lo"].copy()
         old = self.index.get(hash_hi[named], hash_lo[named], blocks.hash_hi, blocks.hash_lo)
         replaced = old[old >= 0]
         self._unindex(replaced)
-        blocks.hash_hi[rows], blocks.hash_lo[rows] = hash_hi, hash_lo
-        blocks.parent[rows] = records["loc"]
-        blocks.sum_hi[rows] = records["extra_hi"]
-        blocks.sum_lo[rows] = records["extra_lo"]
-        blocks.flags[rows] = SEALED
-        blocks.flags[rows[named]] = SEALED | INDEXED
+        blocks.seal(records)
         self.index.put(rows[named], blocks.hash_hi, blocks.hash_lo)
         self.touch_rows(rows)
         if len(replaced):
@@ -489,22 +478,21 @@ class State:
 
     def _place(self, records: Records) -> None:
         rows = records["key"].astype(np.int64)
-        self._check_ids(rows, records)
-        self._take_slots(rows, records)
+        self.blocks.check(rows, records)
+        for tier, here in by_tier(records):
+            self.blocks.place(rows[here], tier, records["loc"][here].astype(np.uint32))
+        self._take_slots(records, rows)
         self.blocks.sum_hi[rows] = records["extra_hi"]
         self.blocks.sum_lo[rows] = records["extra_lo"]
         self.touch_rows(rows)
 
     def _drop(self, records: Records) -> None:
         rows = records["key"].astype(np.int64)
-        self._check_ids(rows, records)
-        for tier, here in _by_tier(records):
-            there = self.blocks.slot[tier][rows[here]] == records["loc"][here]
-            require(every(there), "a copy was dropped that is not there")
-            self._give_slots(rows[here], tier)
-        rows = distinct(rows)
+        gone = self.blocks.drop(records)
+        self.slots_freed += len(rows)
+        for slots, part in self._slots_of(records, rows):
+            slots.give(part)
         self.touch_rows(rows)
-        gone = rows[~self.blocks.has_any_copy(rows)]
         if len(gone):
             self._unindex(gone[self.blocks.is_indexed(gone)])
             self._free(gone[self.blocks.refs[gone] == 0])
@@ -528,16 +516,8 @@ class State:
         del self.lease_sequences[lease_of(identity)][identity]
         self._unref(sequence.cut(0), not sequence.suspended)
 
-    def _check_ids(self, rows: I64, records: Records) -> None:
-        require(every(self.blocks.id[rows] == records["id"]), "a record names a block that is gone")
-
     def _unref(self, rows: I64, was_active: bool) -> None:
-        blocks = self.blocks
-        blocks.refs[rows] -= 1
-        if was_active:
-            blocks.active[rows] -= 1
-        idle = rows[blocks.refs[rows] == 0]
-        self._free(idle[~blocks.is_indexed(idle)])
+        self._free(self.blocks.unref(rows, active=was_active))
 
     def _unindex(self, rows: I64) -> None:
         if not len(rows):
@@ -547,41 +527,29 @@ class State:
         self.touch_rows(rows)
 
     def _free(self, rows: I64) -> None:
+        """Give up rows that nobody holds and nobody finds."""
         if not len(rows):
             return
-        self._unindex(rows[self.blocks.is_indexed(rows)])
-        for tier in Tier:
-            self._give_slots(rows[self.blocks.has_copy(rows, tier)], tier)
-        self.blocks.clear(rows)
+        for pool, members in self.by_pool(rows):
+            for tier, slots in zip(Tier, self.blocks.free(members), strict=True):
+                if len(slots):
+                    self.slots_freed += len(slots)
+                    self.slots[tier, pool].give(slots)
         self.row_set.give(rows)
         self.touch_rows(rows)
 
-    def _take_slots(self, rows: I64, records: Records) -> None:
-        for tier, here in _by_tier(records):
-            members, column = rows if here is _ALL else rows[here], self.blocks.slot[tier]
-            require(every(column[members] == NO_SLOT), "a block was placed twice")
-            self.blocks.place(members, tier, records["loc"][here])
-            for pool, part in self.by_pool(members):
-                self.slots[tier, pool].take(column[part].astype(np.int64))
+    def _take_slots(self, records: Records, rows: I64) -> None:
+        for slots, part in self._slots_of(records, rows):
+            slots.take(part)
 
-    def _give_slots(self, rows: I64, tier: Tier) -> None:
-        if not len(rows):
-            return
-        self.slots_freed += len(rows)
-        for pool, members in self.by_pool(rows):
-            self.slots[tier, pool].give(self.blocks.slot[tier][members].astype(np.int64))
-        self.blocks.unplace(rows, tier)
-
-
-_ALL = slice(None)
-
-
-def _by_tier(records: Records) -> Iterator[tuple[Tier, Bool | slice]]:
-    """The tiers that records name, each with where in ``records`` it is named."""
-    tiers = records["tier"]
-    first = int(tiers[0])
-    if len(tiers) == 1 or every(tiers == first):
-        yield Tier(first), _ALL
-        return
-    for tier in distinct(tiers).tolist():
-        yield Tier(tier), tiers == tier
+    def _slots_of(self, records: Records, rows: I64) -> Iterator[tuple[SlotSet, I64]]:
+        """The slots that records of copies name, set by set."""
+        numbers = records["loc"].astype(np.int64)
+        for tier, here in by_tier(records):
+            part, members = numbers[here], rows[here]
+            if len(self.pools) == 1:
+                yield self.slots[tier, 0], part
+                continue
+            pools = self.pool_of(members)
+            for pool in distinct(pools).tolist():
+                yield self.slots[tier, pool], part[pools == pool]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tierkv.core.arrays import leading, some
+from tierkv.core.arrays import distinct, leading, some
 from tierkv.core.blocks import Blocks
 from tierkv.core.ids import I64, U32, U64, Bool
 from tierkv.core.space import Memory, zeros
@@ -112,6 +112,10 @@ class HashTable:
         parents[0], parents[1:] = parent, blocks.id[rows[:-1]]
         good = (blocks.parent[rows] == parents) & (blocks.namespace[rows] == namespace)
         return leading(good)
+
+    def repeats(self, halves: U64) -> bool:
+        """Whether one of these halves of hashes (shape [n]) is there twice. Mutates nothing."""
+        return len(distinct(halves)) < len(halves)
 
     def put(self, rows: I64, column_hi: U64, column_lo: U64) -> None:
         """Add rows whose hashes are distinct and absent. Mutates the table."""

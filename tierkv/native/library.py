@@ -24,6 +24,8 @@ _PLACES = (_POINTER, _U64)
 """Of a hash table: their address, and the mask of hashes."""
 _COLUMN = (_POINTER, _SIZE)
 """Its address, and how many elements it has."""
+_LIST = (_POINTER, _SIZE)
+"""Of rows, numbers or records: its address, and how many there are."""
 
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "tierkv_chain_hashes": (
@@ -54,6 +56,22 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "tierkv_places_put": (ctypes.c_int, (*_PLACES, *_COLUMN, _POINTER, _SIZE)),
     "tierkv_places_remove": (ctypes.c_int, (*_PLACES, *_COLUMN, _POINTER, _SIZE, _POINTER)),
+    "tierkv_repeats": (ctypes.c_int, (_POINTER, _SIZE, _POINTER, _U64)),
+    "tierkv_rows_alloc": (ctypes.c_int, (_POINTER, *_LIST)),
+    "tierkv_rows_may_seal": (ctypes.c_int, (_POINTER, *_LIST, _POINTER, _POINTER, _POINTER)),
+    "tierkv_rows_seal": (None, (_POINTER, *_LIST)),
+    "tierkv_rows_drop": (ctypes.c_int64, (_POINTER, *_LIST, _POINTER)),
+    "tierkv_rows_ref": (ctypes.c_int, (_POINTER, *_LIST, ctypes.c_int)),
+    "tierkv_rows_unref": (ctypes.c_int64, (_POINTER, *_LIST, ctypes.c_int, _POINTER)),
+    "tierkv_rows_free": (ctypes.c_int, (_POINTER, *_LIST, _POINTER, _POINTER)),
+    "tierkv_rows_may_leave": (ctypes.c_int, (_POINTER, *_LIST, ctypes.c_uint, _POINTER)),
+    "tierkv_slots_hold": (ctypes.c_int64, (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER)),
+    "tierkv_slots_take": (ctypes.c_int64, (*_COLUMN, *_LIST)),
+    "tierkv_slots_free": (ctypes.c_int64, (*_COLUMN, *_LIST, ctypes.c_uint8, _POINTER)),
+    "tierkv_touches_enter": (ctypes.c_int64, (_POINTER, _SIZE, _POINTER, *_LIST)),
+    "tierkv_touches_forget": (ctypes.c_int64, (*_COLUMN, *_LIST)),
+    "tierkv_touches_live": (ctypes.c_int64, (_POINTER, _SIZE, _SIZE, _POINTER, _POINTER)),
+    "tierkv_touches_move": (ctypes.c_int64, (_POINTER, _SIZE, _SIZE, _SIZE, _POINTER)),
 }
 """What they return, and what they take."""
 

@@ -18,11 +18,11 @@ import xxhash
 
 from tierkv.core import prefix
 from tierkv.core.ids import U8, U32, U64, Bool
-from tierkv.core.table import HashTable
+from tierkv.core.structures import Structures
 from tierkv.errors import require
 from tierkv.native.library import Library, NoLibrary, load
 from tierkv.native.memory import LastingAddresses, address
-from tierkv.native.table import NativeTable
+from tierkv.native.structures import structures
 
 DIGEST_BYTES = 16
 CHECKED_MIN = 17
@@ -99,8 +99,8 @@ class Loops(Protocol):
         """
         ...
 
-    def table(self) -> HashTable:
-        """A new, empty hash table."""
+    def structures(self) -> Structures:
+        """What the core keeps its rows and slots in."""
         ...
 
 
@@ -199,9 +199,9 @@ class PythonLoops:
         same &= table.view("<u8")[:, EXTRA_AT][slots] == extras
         return np.asarray(same)
 
-    def table(self) -> HashTable:
+    def structures(self) -> Structures:
         """See Loops."""
-        return HashTable()
+        return Structures()
 
 
 class NativeLoops:
@@ -296,9 +296,9 @@ class NativeLoops:
         )
         require(not failed, IN_POOL)
 
-    def table(self) -> HashTable:
+    def structures(self) -> Structures:
         """See Loops."""
-        return NativeTable(self._library)
+        return structures(self._library)
 
     def same_content(self, table: U8, slots: Slots, tokens: U32, extras: U64) -> Bool:
         """See Loops."""

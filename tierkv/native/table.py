@@ -28,6 +28,16 @@ class NativeTable(HashTable):
         self._library = library
         self._lasting = LastingAddresses()
 
+    def repeats(self, halves: U64) -> bool:
+        """See HashTable."""
+        seen = np.zeros(1 << (2 * len(halves)).bit_length(), np.uint32)
+        halves = np.ascontiguousarray(halves)
+        return bool(
+            self._library.quick.tierkv_repeats(
+                address(halves), len(halves), address(seen), len(seen) - 1
+            )
+        )
+
     def _linked(self, rows: I64, blocks: Blocks, namespace: int, parent: int) -> int:
         linked = self._library.quick.tierkv_linked(
             *(address(rows), len(rows)),

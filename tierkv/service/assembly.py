@@ -12,7 +12,6 @@ from tierkv.core.effects import Move
 from tierkv.core.ids import Tier
 from tierkv.core.placement import Placement
 from tierkv.core.planner import RECORDS_PER_BLOCK_MAX, Limits, Planner
-from tierkv.core.policy import Lru
 from tierkv.core.records import Kind, blank
 from tierkv.service.attend import Attention
 from tierkv.service.checkpoint import Checkpointer
@@ -101,7 +100,7 @@ def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Ho
     placement = Placement(
         state,
         ArenaTables(arenas, journal.write_freed),
-        {tier: Lru(state.rows_room) for tier in Tier},
+        {tier: state.structures.lru(state.rows_room) for tier in Tier},
         journal.commit,
         counters,
     )

@@ -111,7 +111,7 @@ def load(site: Site, index: CheckpointIndex) -> Loaded:
     budgets = budgets_of(site.config)
     old = {tier: int(contents.meta.get(f"{tier.label}_bytes", budgets[tier])) for tier in Tier}
     kept = {tier: max(old[tier], budgets[tier]) for tier in Tier}
-    state = State(kept, slot_bytes, loops().table)
+    state = State(kept, slot_bytes, loops().structures())
     specs = restore(state, contents)
     reader = site.open_log(int(contents.meta.get("checkpoint_lsn", 0)))
     records = _replay(state, reader.frames(), site.progress)
@@ -211,7 +211,7 @@ def rescue(site: Site, index: CheckpointIndex) -> Loaded:
                 found, disk, lambda at, of: site.progress(f"reading slot headers, {at} of {of}")
             )
     rebuilt = rebuild(found.all(), found.shapes, words)
-    state = State(budgets, slot_bytes, loops().table)
+    state = State(budgets, slot_bytes, loops().structures())
     for records in rebuilt.records:
         state.apply(records)
     log.warning(
