@@ -129,7 +129,7 @@ class Store:
         )
         del found
         policies = {tier: self.state.structures.lru(self.state.rows_room) for tier in Tier}
-        placement = Placement(self.state, Tables(), policies, self.state.apply, Counters())
+        placement = Placement(self.state, Tables(), policies, self.state.commit, Counters())
         started = time.perf_counter()
         placement.list_all()
         self.listed_s = time.perf_counter() - started

@@ -85,7 +85,7 @@ class KVCacheManager:
             self.state,
             ArenaTables(self._arenas),
             {tier: self.state.structures.lru(self.state.rows_room) for tier in Tier},
-            self.state.apply,
+            self.state.commit,
             self.counters,
         )
         self._planner = Planner(self.state, placement, Limits())

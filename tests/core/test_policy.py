@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tierkv.core import policy
 from tierkv.core.policy import Lru
 from tierkv.core.structures import Structures
+from tierkv.native.core import structures
 from tierkv.native.library import load
-from tierkv.native.structures import structures
 
 ROWS = 12
 SHARED = [HealthCheck.function_scoped_fixture]

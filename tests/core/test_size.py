@@ -37,7 +37,7 @@ def filled(blocks: int) -> Placement:
     """A state of so many blocks on disk, made in small steps, in the order of eviction."""
     state = State(dict.fromkeys(Tier, 64 * blocks), lambda _tier, shape: shape.block_bytes)
     policies = {tier: Lru(state.rows_room) for tier in Tier}
-    placement = Placement(state, ArenaTables({}), policies, state.apply, Counters())
+    placement = Placement(state, ArenaTables({}), policies, state.commit, Counters())
     random = np.random.default_rng(1)
     state.add_namespace(0, bytes(16), SHAPE)
     for at in range(0, blocks, AT_ONCE):

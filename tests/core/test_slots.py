@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tierkv.core.structures import Structures
 from tierkv.errors import InvariantViolation
+from tierkv.native.core import structures
 from tierkv.native.library import load
-from tierkv.native.structures import structures
 
 
 class Slots(RuleBasedStateMachine):

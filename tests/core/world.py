@@ -24,8 +24,8 @@ from tierkv.core.prefix import chain_hashes
 from tierkv.core.slot_tables import BlockEntries
 from tierkv.core.state import PoolShape, State
 from tierkv.core.structures import Structures
+from tierkv.native.core import structures
 from tierkv.native.library import load
-from tierkv.native.structures import structures
 
 SHAPE = PoolShape(block_bytes=64, block_tokens=4)
 
@@ -157,9 +157,9 @@ class World:
         )
         self.planner = Planner(self.state, self.placement, Limits())
 
-    def commit(self, records: np.ndarray) -> None:
+    def commit(self, records: np.ndarray, *, applied: bool = False) -> None:
         self.log.append(records.copy())
-        self.state.apply(records)
+        self.state.commit(records, applied=applied)
 
     def run(self, flow: Any) -> Any:
         return run_inline(flow, self.tiers.perform)

@@ -23,7 +23,7 @@ from tierkv.core.inline import run_inline
 from tierkv.core.matching import Chain
 from tierkv.core.placement import Placement
 from tierkv.core.planner import Limits, Planner
-from tierkv.core.policy import Lru
+from tierkv.core.policy import SCAN
 from tierkv.core.prefix import chain_hashes
 from tierkv.core.records import Kind, blank
 from tierkv.core.spec import KVSpec
@@ -162,7 +162,11 @@ class Daemon:
         self.tables = ArenaTables(self.recovered.arenas, self.write_freed)
         self.counters = Counters()
         self.placement = Placement(
-            self.state, self.tables, {tier: Lru() for tier in Tier}, self.commit, self.counters
+            self.state,
+            self.tables,
+            {tier: self.state.structures.lru(SCAN) for tier in Tier},
+            self.commit,
+            self.counters,
         )
         self.placement.doubt.mark(unverified_rows(self.state))
         self.placement.list_all()
@@ -179,9 +183,9 @@ class Daemon:
 
     # --- the log ----------------------------------------------------------------------------------
 
-    def commit(self, records: Any) -> None:
+    def commit(self, records: Any, *, applied: bool = False) -> None:
         self.countdown.step("before commit")
-        self.state.apply(records)
+        self.state.commit(records, applied=applied)
         self.writer.append(records.view(np.uint8).data)
         self.countdown.step("after commit")
 

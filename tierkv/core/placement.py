@@ -9,15 +9,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from tierkv.core.arrays import distinct, every, indices
-from tierkv.core.counters import GONE, Counters
+from tierkv.core.counters import GONE, TIERS, Counters
 from tierkv.core.doubt import Doubt
 from tierkv.core.effects import Check, Flow, Move, Moved, Signal, Wait
 from tierkv.core.holds import Holds
-from tierkv.core.ids import I64, U64, Bool, Tier
+from tierkv.core.ids import I64, RAM_TIERS, U64, Bool, Tier
 from tierkv.core.policy import EvictionPolicy
 from tierkv.core.records import Kind, Records, of_copies
 from tierkv.core.restart_order import restart_order
@@ -48,6 +49,12 @@ class _Copying:
     current: Bool
 
 
+class Commit(Protocol):
+    """Logs records, and applies them unless that was done."""
+
+    def __call__(self, records: Records, *, applied: bool = False) -> None: ...
+
+
 class Placement:
     """Copies of blocks in tiers. Owns the order of eviction and what is in flight."""
 
@@ -56,7 +63,7 @@ class Placement:
         state: State,
         tables: SlotTables,
         policies: dict[Tier, EvictionPolicy],
-        commit: Callable[[Records], None],
+        commit: Commit,
         counters: Counters,
     ) -> None:
         self.state = state
@@ -93,6 +100,8 @@ class Placement:
         stuck_bytes = sys.maxsize
         try:
             while (need := count * size - self.state.free_bytes(tier)) > 0:
+                if self._evict_at_once(tier, -(-need // size)):
+                    continue
                 victims = yield from self._victims(tier, need, stuck_bytes)
                 if not len(victims):
                     raise self._exhausted(tier, pool, count)
@@ -102,6 +111,21 @@ class Placement:
         finally:
             self._making_room[tier] = None
             signal.set()
+
+    def _evict_at_once(self, tier: Tier, count: int) -> bool:
+        """Make room for so many blocks if that is simple; returns whether it was. Mutates."""
+        if self.holds[tier] or tier not in RAM_TIERS:
+            return False
+        below = [lower for lower in Tier if lower > tier and self.enabled(lower)]
+        evicted = self.state.structures.shortcuts.evict(
+            self.state, self.policies[tier], tier, count, below
+        )
+        if evicted is None:
+            return False
+        for to, blocks in enumerate(evicted.gone_to):
+            self._count_evicted(tier, to, "capacity", blocks)
+        self.commit(evicted.records, applied=True)
+        return True
 
     def unhold_slots(self, tier: Tier, pool: int, slots: I64) -> None:
         """Give back slots that ``room`` held and no record used."""
@@ -231,14 +255,18 @@ class Placement:
         others = len(self.state.pools) > 1 and tier is not Tier.DISK and for_pool is not None
         pools = self.state.pool_of(rows) if others else NONE
         for to, count in enumerate(np.bincount(blocks.best_tier_but(rows, tier)).tolist()):
-            if count:
-                name = Tier(to).label if to < len(Tier) else GONE
-                self.counters.evicted(tier.label, name, reason, count)
+            self._count_evicted(tier, to, reason, count)
         records = of_copies(Kind.DROP, tier, rows, blocks.id[rows], slots)
         self.forget(tier, rows)
         self.commit(records)
         for pool in distinct(pools[pools != for_pool]).tolist():
             self.tables.punch(tier, pool, slots[pools == pool])
+
+    def _count_evicted(self, tier: Tier, best_left: int, reason: str, blocks: int) -> None:
+        """``best_left``: the fastest tier that they are left in, len(Tier) if there is none."""
+        if blocks:
+            name = TIERS[best_left] if best_left < len(Tier) else GONE
+            self.counters.evicted(TIERS[tier], name, reason, blocks)
 
     def forget(self, tier: Tier, rows: I64) -> None:
         """Copies of these rows are about to be logged as gone. Mutates."""

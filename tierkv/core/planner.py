@@ -590,19 +590,20 @@ class Planner:
 
     def _log_fresh(self, identity: int, namespace: int, slots: I64, before: list[Records]) -> None:
         """Log records, and then fresh blocks in these slots at the end of the sequence."""
-        fresh = len(slots)
-        rows = self.state.row_set.hold(fresh)
-        allocated = blank(fresh, Kind.ALLOC)
-        allocated["key"] = rows
-        allocated["id"] = ids = np.arange(
-            self.state.next_block, self.state.next_block + fresh, dtype=np.uint64
-        )
-        allocated["aux"] = namespace
-        allocated["tier"] = Tier.DEVICE
-        allocated["loc"] = slots
+        state, fresh = self.state, len(slots)
+        rows = state.row_set.hold(fresh)
+        ids = np.arange(state.next_block, state.next_block + fresh, dtype=np.uint64)
         self.placement.tables.open(Tier.DEVICE, self._sequences.pool(namespace), slots, ids)
-        pushed = push(identity, rows.astype(np.uint32))
-        self.placement.commit(join([*before, allocated, pushed]))
+        for records in before:
+            state.apply(records)
+        added = state.structures.shortcuts.extend(state, state.sequences[identity], rows, slots)
+        if added is None:
+            allocated = blank(fresh, Kind.ALLOC)
+            allocated["key"], allocated["id"], allocated["loc"] = rows, ids, slots
+            allocated["aux"], allocated["tier"] = namespace, Tier.DEVICE
+            added = join([allocated, push(identity, rows.astype(np.uint32))])
+            state.apply(added)
+        self.placement.commit(join([*before, added]) if before else added, applied=True)
         self.placement.doubt.clear(rows)
 
     # --- parts ------------------------------------------------------------------------------------

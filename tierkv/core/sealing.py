@@ -148,7 +148,8 @@ class Sealer:
             parents = blocks.parent[chosen]
             # Dying here leaves the twins' entries in slots that the log knows as the sequence's
             # own open blocks; recovery expects that.
-            self._fill(sequence, slots[cold], chosen, parents, part, sum_hi[cold], sum_lo[cold])
+            ids = blocks.id[chosen]
+            self._fill(sequence, slots[cold], ids, parents, part, sum_hi[cold], sum_lo[cold])
             records += [placed, *self._forget_lower(stale)]
         self._placement.commit(join(records))
         self._placement.touch(twins[::-1])
@@ -177,36 +178,45 @@ class Sealer:
     ) -> None:
         if not len(chain):
             return
-        blocks = self._state.blocks
+        state, blocks = self._state, self._state.blocks
         rows = sequence.rows[at : at + len(chain)]
-        ids = blocks.id[rows].copy()
-        parents = np.empty(len(ids), np.uint64)
-        parents[0], parents[1:] = self._sequences.parent_id(sequence, at), ids[:-1]
-        records = blank(len(rows), Kind.SEAL)
-        records["key"] = rows
-        records["id"] = ids
-        records["hash_hi"], records["hash_lo"] = chain.hi, chain.lo
-        records["loc"] = parents
-        records["gen"] = chain.extras
-        records["extra_hi"], records["extra_lo"] = sum_hi, sum_lo
-        records["tier"] = 1
+        parent = self._sequences.parent_id(sequence, at)
         slots = blocks.slot[Tier.DEVICE][rows].astype(np.int64)
-        self._fill(sequence, slots, rows, parents, chain, sum_hi, sum_lo)
-        self._placement.commit(records)
+        sealed = None
+        if not some(state.index.get(chain.hi, chain.lo, blocks.hash_hi, blocks.hash_lo) >= 0):
+            shortcuts = state.structures.shortcuts
+            sealed = shortcuts.seal(state, rows, parent, chain, sum_hi, sum_lo)
+        if sealed is not None:
+            ids = sealed.ids
+            self._fill(sequence, slots, ids, sealed.parents, chain, sum_hi, sum_lo)
+            self._placement.commit(sealed.records, applied=True)
+        else:
+            ids = blocks.id[rows].copy()
+            parents = np.empty(len(ids), np.uint64)
+            parents[0], parents[1:] = parent, ids[:-1]
+            records = blank(len(rows), Kind.SEAL)
+            records["key"] = rows
+            records["id"] = ids
+            records["hash_hi"], records["hash_lo"] = chain.hi, chain.lo
+            records["loc"] = parents
+            records["gen"] = chain.extras
+            records["extra_hi"], records["extra_lo"] = sum_hi, sum_lo
+            records["tier"] = 1
+            self._fill(sequence, slots, ids, parents, chain, sum_hi, sum_lo)
+            self._placement.commit(records)
         self.newly_sealed.append((rows, ids))
 
     def _fill(
         self,
         sequence: Sequence,
         slots: I64,
-        rows: I64,
+        ids: U64,
         parents: U64,
         chain: Chain,
         sum_hi: U64,
         sum_lo: U64,
     ) -> None:
         """Write slot entries. They must be there before the log says the slot holds the block."""
-        ids = self._state.blocks.id[rows]
         entries = BlockEntries(
             self._state.namespaces[sequence.namespace].digest,
             ids,

@@ -295,6 +295,16 @@ class State:
             else:
                 require_known(kinds[start:stop])
 
+    def commit(self, records: Records, *, applied: bool = False) -> None:
+        """What commits come to where nobody keeps a log. Mutates. Raises as ``apply``."""
+        if not applied:
+            self.apply(records)
+
+    def changed(self, rows: I64) -> None:
+        """These rows were changed otherwise than by ``apply``, just as records say. Mutates."""
+        self.version += 1
+        self.touch_rows(rows)
+
     def take_changes(self) -> Changes:
         """What changed since the last call; for a checkpoint. Mutates (forgets it)."""
         rows = (

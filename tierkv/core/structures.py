@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tierkv.core.blocks import Blocks
 from tierkv.core.policy import Lru
+from tierkv.core.shortcuts import NoShortcuts, Shortcuts
 from tierkv.core.slots import SlotSet
 from tierkv.core.table import HashTable
 
@@ -19,3 +20,4 @@ class Structures:
     slots: Callable[[int, int | None], SlotSet] = SlotSet
     table: Callable[[], HashTable] = HashTable
     lru: Callable[[int], Lru] = Lru
+    shortcuts: Shortcuts = field(default_factory=NoShortcuts)

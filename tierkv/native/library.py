@@ -56,6 +56,15 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "tierkv_places_put": (ctypes.c_int, (*_PLACES, *_COLUMN, _POINTER, _SIZE)),
     "tierkv_places_remove": (ctypes.c_int, (*_PLACES, *_COLUMN, _POINTER, _SIZE, _POINTER)),
+    "tierkv_evict": (
+        ctypes.c_int,
+        (*[_POINTER] * 5, *[ctypes.c_uint] * 3, _SIZE, _POINTER, _POINTER),
+    ),
+    "tierkv_extend": (
+        ctypes.c_int,
+        (*[_POINTER] * 5, _SIZE, ctypes.c_uint, _U64, ctypes.c_uint16, _U64, _POINTER),
+    ),
+    "tierkv_seal": (ctypes.c_int, (_POINTER, *_LIST, _U64, *[_POINTER] * 8)),
     "tierkv_repeats": (ctypes.c_int, (_POINTER, _SIZE, _POINTER, _U64)),
     "tierkv_rows_alloc": (ctypes.c_int, (_POINTER, *_LIST)),
     "tierkv_rows_may_seal": (ctypes.c_int, (_POINTER, *_LIST, _POINTER, _POINTER, _POINTER)),

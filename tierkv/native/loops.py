@@ -20,9 +20,9 @@ from tierkv.core import prefix
 from tierkv.core.ids import U8, U32, U64, Bool
 from tierkv.core.structures import Structures
 from tierkv.errors import require
+from tierkv.native.core import structures
 from tierkv.native.library import Library, NoLibrary, load
 from tierkv.native.memory import LastingAddresses, address
-from tierkv.native.structures import structures
 
 DIGEST_BYTES = 16
 CHECKED_MIN = 17

@@ -1,4 +1,4 @@
-"""The structures of ``core.structures``, with the library's loops.
+"""Blocks, slot sets and orders of eviction of the core, with the library's loops.
 
 What is done to many rows or slots at once is one call, whatever their number: numpy takes ten, each
 of them a microsecond or more where caches are cold.
@@ -7,7 +7,6 @@ of them a microsecond or more where caches are cold.
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,10 @@ from tierkv.core.ids import I64, U32, U64, Bool, Tier
 from tierkv.core.policy import Lru
 from tierkv.core.records import Records
 from tierkv.core.slots import NOT_USED, TAKEN_TWICE, SlotSet
-from tierkv.core.space import STEP
-from tierkv.core.structures import Structures
+from tierkv.core.space import STEP, stretched
 from tierkv.errors import InvariantViolation
 from tierkv.native.library import Library
 from tierkv.native.memory import LastingAddresses, address
-from tierkv.native.table import NativeTable
 
 Column = npt.NDArray[Any]
 
@@ -33,7 +30,7 @@ _COUNTS = ("refs", "active", "_where")
 
 
 class _BlocksInC(ctypes.Structure):
-    """``Blocks`` of rows.c."""
+    """``Blocks`` of rows.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (*_COLUMNS, *_COUNTS)),
@@ -42,14 +39,23 @@ class _BlocksInC(ctypes.Structure):
     ]
 
 
-def structures(library: Library) -> Structures:
-    """All of them on this library."""
-    return Structures(
-        blocks=functools.partial(NativeBlocks, library),
-        slots=functools.partial(NativeSlotSet, library),
-        table=functools.partial(NativeTable, library),
-        lru=functools.partial(NativeLru, library),
-    )
+class _SlotsInC(ctypes.Structure):
+    """``Slots`` of rows.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("states", "stack")),
+        *((name, ctypes.c_int64) for name in ("depth", "used", "held")),
+    ]
+
+
+class _TouchesInC(ctypes.Structure):
+    """``Touches`` of rows.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("log", "entry")),
+        *((name, ctypes.c_uint64) for name in ("head", "tail", "to", "moving")),
+        ("listed", ctypes.c_int64),
+    ]
 
 
 class NativeBlocks(Blocks):
@@ -70,6 +76,10 @@ class NativeBlocks(Blocks):
             setattr(self._in_c, name, address(getattr(self, name)))
         self._in_c.slot[:] = [address(one) for one in self.slot]
         self._in_c.length = len(self)
+
+    def lent(self) -> int:
+        """Where the library finds the columns, until there are more rows."""
+        return self._at
 
     def alloc(self, records: Records) -> None:
         """See Blocks."""
@@ -141,6 +151,21 @@ class NativeSlotSet(SlotSet):
         super().__init__(capacity, room)
         self._library = library.quick
         self._lasting = LastingAddresses()
+        self._in_c = _SlotsInC()
+        self._at = ctypes.addressof(self._in_c)
+
+    def lent(self, freed_max: int = 0) -> int:
+        """Where the library finds it, which may free so many numbers; until ``returned``."""
+        self._stack = stretched(self._stack, self._depth + freed_max)
+        in_c = self._in_c
+        in_c.states, in_c.stack = self._lasting(self._is), self._lasting(self._stack)
+        in_c.depth, in_c.used, in_c.held = self._depth, self.used_count, self.held_count
+        return self._at
+
+    def returned(self) -> None:
+        """Take over what the library has changed. Mutates."""
+        in_c = self._in_c
+        self._depth, self.used_count, self.held_count = in_c.depth, in_c.used, in_c.held
 
     def _pop(self, count: int) -> I64:
         held = np.empty(count, np.int64)
@@ -179,6 +204,21 @@ class NativeLru(Lru):
         super().__init__(room)
         self._library = library.quick
         self._lasting = LastingAddresses()
+        self._in_c = _TouchesInC()
+        self._at = ctypes.addressof(self._in_c)
+
+    def lent(self) -> int:
+        """Where the library finds it, until ``returned``. Mutates: enters the latest touches."""
+        self._enter()
+        in_c = self._in_c
+        in_c.log, in_c.entry = self._lasting(self._log), self._lasting(self._entry)
+        in_c.head, in_c.tail, in_c.to = self._head, self._tail, self._to
+        in_c.moving, in_c.listed = self._from, self._listed
+        return self._at
+
+    def returned(self) -> None:
+        """Take over what the library has changed. Mutates."""
+        self._head, self._listed = self._in_c.head, self._in_c.listed
 
     def _append(self, rows: I64) -> int:
         rows = np.ascontiguousarray(rows)

@@ -20,6 +20,16 @@ QUICK_ROWS_MAX = 1 << 16
 FITS = "the hash table's rows are in its columns"
 
 
+class _PlacesInC(ctypes.Structure):
+    """``Places`` of rows.h."""
+
+    _fields_ = [
+        ("places", ctypes.c_void_p),
+        ("mask", ctypes.c_uint64),
+        ("count", ctypes.c_int64),
+    ]
+
+
 class NativeTable(HashTable):
     """The same table on places of the library, which follows chains as well."""
 
@@ -27,6 +37,24 @@ class NativeTable(HashTable):
         super().__init__(places, functools.partial(NativePlaces, library))
         self._library = library
         self._lasting = LastingAddresses()
+        self._in_c = _PlacesInC()
+        self._at = ctypes.addressof(self._in_c)
+
+    @property
+    def grows(self) -> bool:
+        """Whether rows are just moving to a larger array."""
+        return self._old is not None
+
+    def lent(self) -> int:
+        """Where the library finds the array, while it does not grow; until ``returned``."""
+        in_c = self._in_c
+        in_c.places, in_c.count = self._lasting(self._now.values), self._count
+        in_c.mask = len(self._now.values) - 1
+        return self._at
+
+    def returned(self) -> None:
+        """Take over what the library has changed. Mutates."""
+        self._count = self._in_c.count
 
     def repeats(self, halves: U64) -> bool:
         """See HashTable."""

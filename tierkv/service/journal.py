@@ -54,22 +54,25 @@ class Journal:
         """Replies by the LSN they wait for, in its order."""
         self._freed_lsn = 0
         """LSN of the last record that freed a slot."""
+        self._seen_freed = state.slots_freed
         self._scheduled_flush: asyncio.Handle | None = None
         self._syncing = False
         self._dead = False
         self._sync_thread = ThreadPoolExecutor(1, "tierkv-wal-sync")
 
-    def commit(self, records: Records) -> None:
+    def commit(self, records: Records, *, applied: bool = False) -> None:
         """Apply records and put them into the turn's frame. Mutates the state.
+
+        ``applied``: the state is as they say already.
 
         All of them or none survive a crash, but for those that stand each for itself. Raises
         LimitExceeded, with nothing changed, for more than one frame of a log segment can hold;
         InvariantViolation, having died, if they contradict the state.
         """
         for part in self._in_frames(records):
-            freed = self._state.slots_freed
             try:
-                self._state.apply(part)
+                if not applied:
+                    self._state.apply(part)
                 lsn = self._writer.append(part.view(np.uint8).data)
             except (OSError, WalDead) as error:
                 self.die(error)
@@ -77,7 +80,8 @@ class Journal:
             except BaseException as error:
                 self.die(error)
                 raise
-            if self._state.slots_freed != freed:
+            if self._state.slots_freed != self._seen_freed:
+                self._seen_freed = self._state.slots_freed
                 self._freed_lsn = lsn
         self._schedule_flush()
 

@@ -2,39 +2,7 @@
  *
  * Every function looks at all it was given before it changes anything, and returns a negative number
  * if that contradicts what is there. */
-#include <stddef.h>
-#include <stdint.h>
-
-#define EXPORT __attribute__((visibility("default")))
-#define TIERS 3
-#define DEVICE 0
-#define NO_SLOT 0xFFFFFFFFu
-#define SEALED 1
-#define INDEXED 2
-#define PREFETCH_AHEAD 16
-
-enum { FREE, HELD, USED };
-enum { NO_ROW = -1, OTHER_BLOCK = -2, NOT_SO = -3 };
-
-/* The columns of the block table. */
-typedef struct {
-    uint64_t *id, *parent, *hash_hi, *hash_lo, *sum_hi, *sum_lo;
-    uint16_t *namespace, *flags;
-    int32_t *refs, *active;
-    uint8_t *where;
-    uint32_t *slot[TIERS];
-    uint64_t length;
-} Blocks;
-
-/* tierkv.core.records.RECORD */
-typedef struct {
-    uint8_t type, tier;
-    uint16_t aux;
-    uint32_t key;
-    uint64_t id, hash_hi, hash_lo, loc, gen, extra_hi, extra_lo;
-} Record;
-
-static uint8_t bit_of(unsigned tier) { return (uint8_t)(1u << tier); }
+#include "rows.h"
 
 /* Each record's row is there, and holds the record's block. */
 static int check_blocks(const Blocks *blocks, const Record *records, size_t count) {
@@ -167,15 +135,7 @@ EXPORT int tierkv_rows_free(
             blocks->slot[tier][rows[n]] = NO_SLOT;
         }
     }
-    for (size_t n = 0; n < count; n++) {
-        size_t row = (size_t)rows[n];
-        blocks->id[row] = blocks->parent[row] = 0;
-        blocks->hash_hi[row] = blocks->hash_lo[row] = 0;
-        blocks->sum_hi[row] = blocks->sum_lo[row] = 0;
-        blocks->namespace[row] = blocks->flags[row] = 0;
-        blocks->refs[row] = blocks->active[row] = 0;
-        blocks->where[row] = 0;
-    }
+    for (size_t n = 0; n < count; n++) clear_row(blocks, (size_t)rows[n]);
     return 0;
 }
 

@@ -4,10 +4,8 @@
  * Keys are handled in groups whose cache misses overlap. Every function returns -1 if a row is not
  * in the columns; then the table is broken.
  */
-#include <stddef.h>
-#include <stdint.h>
+#include "rows.h"
 
-#define EXPORT __attribute__((visibility("default")))
 #define EMPTY 0u
 #define TOMBSTONE 0xFFFFFFFFu
 #define GROUP 32
@@ -104,6 +102,13 @@ static int vacate(
     }
     places[hole] = EMPTY;
     return 0;
+}
+
+int places_remove(const Places *table, const Blocks *blocks, size_t row) {
+    uint64_t at = blocks->hash_lo[row] & table->mask;
+    for (uint32_t value; (value = table->places[at]) != row + 1; at = (at + 1) & table->mask)
+        if (value == EMPTY) return -1;
+    return vacate(table->places, table->mask, blocks->hash_lo, blocks->length, at);
 }
 
 /* Remove rows, and say which were there. Not for arrays with tombstones. */
