@@ -18,6 +18,7 @@ from tierkv.core.effects import Move
 from tierkv.core.ids import Tier
 from tierkv.core.planner import RECORDS_PER_BLOCK_MAX, Limits
 from tierkv.core.records import Kind
+from tierkv.core.structures import Structures
 from tierkv.errors import InvariantViolation, LimitExceeded, TierFailed
 from tierkv.service.engine import Engine
 from tierkv.service.journal import Journal
@@ -193,8 +194,8 @@ async def test_a_slot_is_overwritten_only_when_its_drop_is_as_safe_as_a_reply(
     appended = [0]
     commit = some.journal.commit
 
-    def counting(records: Any) -> None:
-        commit(records)
+    def counting(records: Any, *, applied: bool = False) -> None:
+        commit(records, applied=applied)
         if (records["type"] == Kind.DROP).any():
             appended[0] = some.daemon.writer.appended_lsn
 
@@ -239,6 +240,7 @@ async def test_more_than_a_frame_holds_is_refused_before_anything_changes(
     service: Callable[..., Service],
 ) -> None:
     some = service("kill", device=300, host=0, disk=0)
+    some.daemon.state.structures = Structures()  # a shortcut asks the log when it is done
     await some.begin(1, A)
     planner = some.daemon.planner
     before, next_block = some.daemon.slots(some.lease, 1), some.daemon.state.next_block
@@ -248,6 +250,17 @@ async def test_more_than_a_frame_holds_is_refused_before_anything_changes(
     assert some.daemon.state.next_block == next_block
     assert not some.deaths
     await some.replied(planner.reserve(some.lease, 1, 0, 100 * SIZE))
+
+
+async def test_the_daemon_ends_if_what_was_done_is_more_than_a_frame_holds(
+    service: Callable[..., Service],
+) -> None:
+    """It never is, for requests are limited; but the state would not be what the log says."""
+    some = service("kill", device=300, host=0, disk=0)
+    await some.begin(1, A)
+    with pytest.raises(LimitExceeded, match=r"wal\.segment_bytes"):
+        await some.engine.run(some.daemon.planner.reserve(some.lease, 1, 0, 280 * SIZE))
+    assert [type(death) for death in some.deaths] == [LimitExceeded]
 
 
 async def test_a_bug_in_a_request_is_the_daemons_end_wherever_it_strikes(

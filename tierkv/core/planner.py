@@ -594,16 +594,15 @@ class Planner:
         rows = state.row_set.hold(fresh)
         ids = np.arange(state.next_block, state.next_block + fresh, dtype=np.uint64)
         self.placement.tables.open(Tier.DEVICE, self._sequences.pool(namespace), slots, ids)
-        for records in before:
-            state.apply(records)
-        added = state.structures.shortcuts.extend(state, state.sequences[identity], rows, slots)
-        if added is None:
+        added = state.structures.shortcuts.extend(state, identity, namespace, rows, slots, before)
+        if added is not None:
+            self.placement.commit(added, applied=True)
+        else:
             allocated = blank(fresh, Kind.ALLOC)
             allocated["key"], allocated["id"], allocated["loc"] = rows, ids, slots
             allocated["aux"], allocated["tier"] = namespace, Tier.DEVICE
-            added = join([allocated, push(identity, rows.astype(np.uint32))])
-            state.apply(added)
-        self.placement.commit(join([*before, added]) if before else added, applied=True)
+            pushed = push(identity, rows.astype(np.uint32))
+            self.placement.commit(join([*before, allocated, pushed]))
         self.placement.doubt.clear(rows)
 
     # --- parts ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from tierkv.core.records import Records
 if TYPE_CHECKING:
     from tierkv.core.matching import Chain
     from tierkv.core.policy import EvictionPolicy
-    from tierkv.core.state import Sequence, State
+    from tierkv.core.state import State
 
 
 class Evicted(NamedTuple):
@@ -49,10 +49,18 @@ class Shortcuts(Protocol):
         """
         ...
 
-    def extend(self, state: State, sequence: Sequence, rows: I64, slots: I64) -> Records | None:
+    def extend(
+        self,
+        state: State,
+        sequence: int,
+        namespace: int,
+        rows: I64,
+        slots: I64,
+        before: list[Records],
+    ) -> Records | None:
         """Fresh blocks behind an active sequence's, in rows and device slots that are held.
 
-        Shape [n] each; their ids are the next ones.
+        Shape [n] each; their ids are the next ones. ``before``: records that come first.
         """
         ...
 
@@ -75,7 +83,15 @@ class NoShortcuts:
         """See Shortcuts."""
         return None
 
-    def extend(self, state: State, sequence: Sequence, rows: I64, slots: I64) -> Records | None:
+    def extend(
+        self,
+        state: State,
+        sequence: int,
+        namespace: int,
+        rows: I64,
+        slots: I64,
+        before: list[Records],
+    ) -> Records | None:
         """See Shortcuts."""
         return None
 

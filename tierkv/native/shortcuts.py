@@ -8,8 +8,9 @@ import numpy as np
 
 from tierkv.core.ids import I64, U64, Tier
 from tierkv.core.policy import EvictionPolicy
-from tierkv.core.records import RECORD, ROWS_PER_PUSH, Records
+from tierkv.core.records import RECORD, ROWS_PER_PUSH, Records, join
 from tierkv.core.shortcuts import Evicted, Sealed
+from tierkv.errors import require
 from tierkv.native.library import Library
 from tierkv.native.memory import address
 from tierkv.native.structures import NativeBlocks, NativeLru, NativeSlotSet
@@ -17,7 +18,7 @@ from tierkv.native.table import NativeTable
 
 if TYPE_CHECKING:
     from tierkv.core.matching import Chain
-    from tierkv.core.state import Sequence, State
+    from tierkv.core.state import State
 
 
 class NativeShortcuts:
@@ -59,10 +60,18 @@ class NativeShortcuts:
         state.changed(records["key"].astype(np.int64))
         return Evicted(records, gone_to.tolist())
 
-    def extend(self, state: State, sequence: Sequence, rows: I64, slots: I64) -> Records | None:
+    def extend(
+        self,
+        state: State,
+        sequence: int,
+        namespace: int,
+        rows: I64,
+        slots: I64,
+        before: list[Records],
+    ) -> Records | None:
         """See Shortcuts."""
         blocks, row_set = state.blocks, state.row_set
-        pool = state.namespaces[sequence.namespace].pool
+        pool = state.namespaces[namespace].pool
         slot_set = state.slots[Tier.DEVICE, pool]
         if (
             not isinstance(blocks, NativeBlocks)
@@ -71,21 +80,22 @@ class NativeShortcuts:
         ):
             return None
         count = len(rows)
-        blocks.ensure(int(rows.max()) + 1)
+        for earlier in before:
+            state.apply(earlier)
+        blocks.ensure(int(rows.max(initial=-1)) + 1)
         records = np.empty(count + -(-count // ROWS_PER_PUSH), RECORD)
         failed = self._library.tierkv_extend(
             *(blocks.lent(), row_set.lent(), slot_set.lent(), address(rows), address(slots), count),
-            *(Tier.DEVICE, state.next_block, sequence.namespace, sequence.id, address(records)),
+            *(Tier.DEVICE, state.next_block, namespace, sequence, address(records)),
         )
-        if failed:
-            return None
+        require(not failed, "a sequence gets rows and slots that are held for it")
         row_set.returned()
         slot_set.returned()
         state.next_block += count
-        sequence.push(rows.astype(np.uint32))
-        state.touch_sequence(sequence.id)
+        state.sequences[sequence].push(rows.astype(np.uint32))
+        state.touch_sequence(sequence)
         state.changed(rows)
-        return records
+        return join([*before, records]) if before else records
 
     def seal(
         self, state: State, rows: I64, parent: int, chain: Chain, sum_hi: U64, sum_lo: U64

@@ -66,23 +66,30 @@ class Journal:
         ``applied``: the state is as they say already.
 
         All of them or none survive a crash, but for those that stand each for itself. Raises
-        LimitExceeded, with nothing changed, for more than one frame of a log segment can hold;
-        InvariantViolation, having died, if they contradict the state.
+        LimitExceeded, with nothing changed, for more than one frame of a log segment can hold (if
+        they are applied, having died); InvariantViolation, having died, if they contradict the
+        state.
         """
-        for part in self._in_frames(records):
-            try:
+        try:
+            parts = list(self._in_frames(records))
+        except LimitExceeded as error:
+            if applied:
+                self.die(error)
+            raise
+        try:
+            for part in parts:
                 if not applied:
                     self._state.apply(part)
                 lsn = self._writer.append(part.view(np.uint8).data)
-            except (OSError, WalDead) as error:
-                self.die(error)
-                return
-            except BaseException as error:
-                self.die(error)
-                raise
-            if self._state.slots_freed != self._seen_freed:
-                self._seen_freed = self._state.slots_freed
-                self._freed_lsn = lsn
+        except (OSError, WalDead) as error:
+            self.die(error)
+            return
+        except BaseException as error:
+            self.die(error)
+            raise
+        if self._state.slots_freed != self._seen_freed:
+            self._seen_freed = self._state.slots_freed
+            self._freed_lsn = lsn
         self._schedule_flush()
 
     def release(self, reply: Callable[[], None], *, lasting: bool = True) -> None:
