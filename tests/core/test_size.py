@@ -6,7 +6,6 @@ import gc
 
 import numpy as np
 
-from tierkv.core.blocks import Blocks
 from tierkv.core.counters import Counters
 from tierkv.core.ids import I64, Tier
 from tierkv.core.placement import Placement
@@ -70,14 +69,3 @@ def test_blocks_are_no_objects() -> None:
     gc.collect()
     assert len(gc.get_objects()) - before < 1000
     assert placement.state.row_set.used_count == 100_000
-
-
-def test_a_copy_of_the_block_table_is_of_its_own() -> None:
-    blocks = Blocks(1 << 24)
-    blocks.ensure(5000)
-    blocks.id[:] = np.arange(len(blocks))
-    twin = blocks.copy()
-    blocks.id[:] = 0
-    blocks.ensure(50_000)
-    assert len(twin) == len(twin.id) == 8192
-    assert twin.id.tolist() == list(range(8192))

@@ -71,7 +71,8 @@ def _sealed(rows: I64, ids: I64) -> Records:
     sealed = blank(len(rows), Kind.SEAL)
     sealed["key"], sealed["id"], sealed["tier"] = rows, ids, 1
     sealed["hash_hi"] = ids
-    sealed["hash_lo"] = np.random.default_rng(int(ids[0])).permutation(ids)
+    # All bits of it, as those of a hash: it says where in the hash table a block is.
+    sealed["hash_lo"] = np.random.default_rng(int(ids[0])).integers(0, 2**64, len(ids), np.uint64)
     return sealed
 
 

@@ -120,16 +120,6 @@ class Blocks:
         """What it will write to next."""
         return [*(ahead(getattr(self, name)) for name in _ZEROED), *map(ahead, self.slot)]
 
-    def copy(self) -> Blocks:
-        """Another table with the same rows."""
-        other = Blocks(len(self))
-        other.ensure(len(self))
-        for name in _ZEROED:
-            getattr(other, name)[:] = getattr(self, name)
-        for theirs, ours in zip(other.slot, self.slot, strict=True):
-            theirs[:] = ours
-        return other
-
     def clear(self, rows: I64) -> None:
         """Make rows free. Mutates."""
         self.id[rows] = 0

@@ -9,7 +9,8 @@
 - A block is there as long as a sequence holds it or the index finds it (invariant I6).
 
 So the records are sorted by what they are about, and each column of the block table is written
-once. ``State.apply`` says what a record means: the tests compare the two.
+once. Rows that they concern are taken out of all that follows from the columns, changed, and put
+back; no others are looked at. ``State.apply`` says what a record means: the tests compare the two.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from tierkv.core.arrays import distinct, first_of_runs, numbered, runs, take
 from tierkv.core.blocks import INDEXED, SEALED, Blocks
 from tierkv.core.ids import I64, NO_SLOT, U8, U32, Bool, Tier, lease_of
 from tierkv.core.records import Kind, Records, pushed_rows, require_known
+from tierkv.core.slots import SlotSet
+from tierkv.core.space import widest
 from tierkv.core.state import Sequence, State
 from tierkv.errors import InvariantViolation, require
 
@@ -67,20 +70,26 @@ def _replay_at_once(state: State, records: Records) -> None:
     of_blocks = _select(records, _OF_BLOCKS)
     if len(of_blocks):
         blocks.ensure(int(records["key"][of_blocks].max()) + 1)
-    before = blocks.copy()
     try:
+        events = _Events.of(records, of_blocks)
+        latest, twins = _latest_blocks(blocks, events), _twins(state, events)
+        held = _held(state.sequences.values())
         _replay_tables(state, records)
-        if len(of_blocks):
-            _replay_blocks(state, before, _Events.of(records, of_blocks))
-        _count_holders(state)
-        idle = (blocks.refs == 0) & ((blocks.flags & INDEXED) == 0)
-        blocks.clear(np.flatnonzero(idle & (blocks.id != 0)))
-        _follow(state, before)
+        held = np.concatenate([held, _held(state.sequences.values())])
+        rows = distinct(np.concatenate([events.row, twins, held]))
+        require(widest(rows) <= len(blocks), "a sequence holds a row that does not exist")
+        ids, flags = blocks.id[rows], blocks.flags[rows]
+        _take_out(state, rows)
+        if len(events.row):
+            _replay_blocks(state, events, latest, twins)
+        _count_holders(state, held)
+        idle = (blocks.refs[rows] == 0) & ~blocks.is_indexed(rows)
+        blocks.clear(rows[idle & (blocks.id[rows] != 0)])
+        _put_back(state, rows)
     except (IndexError, KeyError) as error:
         raise InvariantViolation(f"a record names what does not exist: {error}") from error
-    changed = (before.id != blocks.id) | (before.flags != blocks.flags)
-    changed[records["key"][of_blocks]] = True
-    state.touch_rows(np.flatnonzero(changed))
+    changed = (ids != blocks.id[rows]) | (flags != blocks.flags[rows])
+    state.touch_rows(distinct(np.concatenate([rows[changed], events.row])))
 
 
 # --- leases, namespaces, and sequences' tables ----------------------------------------------------
@@ -153,18 +162,19 @@ def _change_table(state: State, records: Records) -> None:
         sequence.suspended = not sequence.suspended
 
 
-def _count_holders(state: State) -> None:
-    sequences = list(state.sequences.values())
-    size = len(state.blocks)
-    state.blocks.refs[:] = _holders(sequences, size)
-    state.blocks.active[:] = _holders([one for one in sequences if not one.suspended], size)
+def _held(sequences: Iterable[Sequence]) -> I64:
+    """The rows that the sequences hold, each as often as they do."""
+    return np.concatenate([np.zeros(0, np.int64), *(sequence.rows for sequence in sequences)])
 
 
-def _holders(sequences: list[Sequence], size: int) -> I64:
-    """How many of the sequences hold each row, shape [size]."""
-    held = np.concatenate([np.zeros(0, np.int64), *(sequence.rows for sequence in sequences)])
-    require(not len(held) or int(held.max()) < size, "a sequence holds a row that does not exist")
-    return np.bincount(held, minlength=size)
+def _count_holders(state: State, held: I64) -> None:
+    """``held``: rows that are held now, and all that were."""
+    sequences = state.sequences.values()
+    active = [one for one in sequences if not one.suspended]
+    for column, holders in ((state.blocks.refs, sequences), (state.blocks.active, active)):
+        column[held] = 0
+        rows, which = numbered(_held(holders))
+        column[rows] = np.bincount(which, minlength=len(rows))
 
 
 # --- blocks ---------------------------------------------------------------------------------------
@@ -204,15 +214,25 @@ class _Events:
         return first_of_runs(self.row)
 
 
-def _replay_blocks(state: State, before: Blocks, events: _Events) -> None:
+def _twins(state: State, events: _Events) -> I64:
+    """Rows of blocks of before that give way to those sealed under their hashes."""
+    hashes = take(events.records, np.flatnonzero(_enter_index(events)))
     blocks = state.blocks
-    latest = _latest_blocks(before, events)
-    found = events.are(Kind.SEAL) & (events.records["tier"] == 1)
-    newest = _newest(events, found)
-    # Blocks of before give way to those sealed under their hashes.
-    hashes = take(events.records, np.flatnonzero(found))
-    old = state.index.get(hashes["hash_hi"], hashes["hash_lo"], before.hash_hi, before.hash_lo)
-    blocks.flags[old[old >= 0]] &= np.uint16(~INDEXED & 0xFFFF)
+    rows = state.index.get(
+        hashes["hash_hi"].copy(), hashes["hash_lo"].copy(), blocks.hash_hi, blocks.hash_lo
+    )
+    return rows[rows >= 0]
+
+
+def _enter_index(events: _Events) -> Bool:
+    """Which events name a block in the hash index."""
+    return np.asarray(events.are(Kind.SEAL) & (events.records["tier"] == 1))
+
+
+def _replay_blocks(state: State, events: _Events, latest: Bool, twins: I64) -> None:
+    blocks = state.blocks
+    newest = _newest(events, _enter_index(events))
+    blocks.flags[twins] &= np.uint16(~INDEXED & 0xFFFF)
 
     fresh = events.where(events.are(Kind.ALLOC))
     state.next_block = max(state.next_block, int(fresh.records["id"].max(initial=0)) + 1)
@@ -221,7 +241,8 @@ def _replay_blocks(state: State, before: Blocks, events: _Events) -> None:
     blocks.id[fresh.row] = fresh.records["id"]
     blocks.namespace[fresh.row] = fresh.records["aux"]
 
-    bare_at = _replay_copies(blocks, events.where(latest & events.are(*_OF_COPIES)))
+    rows = events.row[events.first]
+    bare_at = _replay_copies(blocks, events.where(latest & events.are(*_OF_COPIES)), rows)
     chosen = latest & events.are(Kind.SEAL)
     sealed, found = events.where(chosen), newest[chosen]
     require(
@@ -232,9 +253,9 @@ def _replay_blocks(state: State, before: Blocks, events: _Events) -> None:
     blocks.hash_lo[sealed.row] = sealed.records["hash_lo"]
     blocks.parent[sealed.row] = sealed.records["loc"]
     blocks.flags[sealed.row] = np.where(found, SEALED | INDEXED, SEALED)
-    sealed_at = np.full(len(blocks), -1)
-    sealed_at[sealed.row] = sealed.at
-    blocks.flags[bare_at > sealed_at] &= np.uint16(~INDEXED & 0xFFFF)
+    sealed_at = np.full(len(rows), -1)
+    sealed_at[np.searchsorted(rows, sealed.row)] = sealed.at
+    blocks.flags[rows[bare_at > sealed_at]] &= np.uint16(~INDEXED & 0xFFFF)
     summed = events.where(latest & events.are(Kind.SEAL, Kind.PLACE))
     blocks.sum_hi[summed.row] = summed.records["extra_hi"]
     blocks.sum_lo[summed.row] = summed.records["extra_lo"]
@@ -242,6 +263,8 @@ def _replay_blocks(state: State, before: Blocks, events: _Events) -> None:
 
 def _latest_blocks(before: Blocks, events: _Events) -> Bool:
     """Which events are about the block that was in their row last."""
+    if not len(events.row):
+        return np.zeros(0, np.bool_)
     first = events.first
     begins = first | events.are(Kind.ALLOC)
     block = np.cumsum(begins) - 1
@@ -265,8 +288,8 @@ def _newest(events: _Events, found: Bool) -> Bool:
     return newest
 
 
-def _replay_copies(blocks: Blocks, events: _Events) -> I64:
-    """Where in the log each row had no copy left, last; else -1; shape [rows]."""
+def _replay_copies(blocks: Blocks, events: _Events, rows: I64) -> I64:
+    """Where in the log each of ``rows`` (ascending) had no copy left, last; else -1; shape [n]."""
     first = events.first
     had = np.sum([blocks.has_copy(events.row, tier) for tier in Tier], axis=0)
     steps = np.where(events.are(Kind.DROP), -1, 1)
@@ -274,8 +297,8 @@ def _replay_copies(blocks: Blocks, events: _Events) -> I64:
     totals = np.cumsum(steps)
     earlier = (totals - steps)[first]
     bare = totals == earlier[np.cumsum(first) - 1]
-    bare_at = np.full(len(blocks), -1)
-    bare_at[events.row[bare]] = events.at[bare]
+    bare_at = np.full(len(rows), -1)
+    bare_at[np.searchsorted(rows, events.row[bare])] = events.at[bare]
     tiers = events.records["tier"]
     require(bool((tiers < len(Tier)).all()), "a record names a tier that does not exist")
     for tier in Tier:
@@ -299,33 +322,32 @@ def _replay_slots(column: U32, events: _Events) -> None:
 # --- what follows from the columns ----------------------------------------------------------------
 
 
-def _follow(state: State, before: Blocks) -> None:
-    """Free rows, free slots and the hash index, as the columns have them now."""
+def _take_out(state: State, rows: I64) -> None:
+    """Free the rows and their slots, and take them out of the hash index."""
+    rows = rows[state.blocks.id[rows] != 0]
+    state.row_set.give(rows)
+    for slots, numbers in _slots(state, rows):
+        slots.give(numbers)
+    indexed = rows[state.blocks.is_indexed(rows)]
+    state.index.remove(indexed, state.blocks.hash_hi, state.blocks.hash_lo)
+
+
+def _put_back(state: State, rows: I64) -> None:
+    """The opposite: free rows, free slots and the hash index as the columns have them now."""
+    rows = rows[state.blocks.id[rows] != 0]
+    state.row_set.take(rows)
+    for slots, numbers in _slots(state, rows):
+        slots.take(numbers)
+    indexed = rows[state.blocks.is_indexed(rows)]
+    state.index.put(indexed, state.blocks.hash_hi, state.blocks.hash_lo)
+
+
+def _slots(state: State, rows: I64) -> Iterator[tuple[SlotSet, I64]]:
+    """The slots of the rows' copies, by the set that they are in."""
     blocks = state.blocks
-    was, now = before.id != 0, blocks.id != 0
-    state.row_set.give(np.flatnonzero(was & ~now))
-    state.row_set.take(np.flatnonzero(now & ~was))
     for tier in Tier:
-        changed = before.slot[tier] != blocks.slot[tier]
-        changed |= before.namespace != blocks.namespace
-        for pool, slots in _slots_by_pool(state, before, tier, changed):
-            state.slots[tier, pool].give(slots)
-        for pool, slots in _slots_by_pool(state, blocks, tier, changed):
-            state.slots[tier, pool].take(slots)
-    was, now = (before.flags & INDEXED) != 0, (blocks.flags & INDEXED) != 0
-    stays = was & now & (before.id == blocks.id)
-    state.index.remove(np.flatnonzero(was & ~stays), before.hash_hi, before.hash_lo)
-    state.index.put(np.flatnonzero(now & ~stays), blocks.hash_hi, blocks.hash_lo)
-
-
-def _slots_by_pool(
-    state: State, blocks: Blocks, tier: Tier, changed: Bool
-) -> Iterator[tuple[int, I64]]:
-    """The slots of copies in changed rows, pool by pool."""
-    rows = np.flatnonzero(changed & (blocks.slot[tier] != NO_SLOT))
-    pools = state.pools_of(blocks.namespace[rows])
-    for pool in distinct(pools).tolist():
-        yield pool, blocks.slot[tier][rows[pools == pool]].astype(np.int64)
+        for pool, members in state.by_pool(rows[blocks.has_copy(rows, tier)]):
+            yield state.slots[tier, pool], blocks.slot[tier][members].astype(np.int64)
 
 
 # --- arrays ---------------------------------------------------------------------------------------
