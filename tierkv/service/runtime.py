@@ -16,7 +16,7 @@ import numpy as np
 
 from tierkv.core.space import Memory
 from tierkv.obs.histogram import Histogram
-from tierkv.pages import PAGE_BYTES, populate
+from tierkv.pages import PAGE_BYTES, libc, populate
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep the interpreter: bounds how late the loop wakes up."""
@@ -24,6 +24,16 @@ SWITCH_INTERVAL_S = 0.0005
 GC_THRESHOLDS = (50_000, 50, 1000)
 """Objects that survive, and runs over younger ones, until the collector looks: seldom, for what a
 request leaves behind is no garbage that it would have to find."""
+
+PASSING_BYTES = 1 << 20
+"""A start leaves nothing of arrays of this size and more."""
+
+REUSED_BYTES = 32 << 20
+"""Arrays of requests up to this size have memory that was there before, as glibc would have it."""
+
+# From malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 
 NICE = 10
 """Added to the niceness of threads that move bytes: latency is the loop's, throughput theirs."""
@@ -36,12 +46,25 @@ def set_interpreter() -> None:
     """Set what the whole process shares: how threads take turns, when garbage is collected."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(*GC_THRESHOLDS)
+    _reuse_memory(PASSING_BYTES)
 
 
 def keep_objects() -> None:
-    """All objects there are now are here to stay: the collector looks at them no more."""
+    """All objects there are now are here to stay: the collector looks at them no more.
+
+    And of those that come, memory is used again and again.
+    """
     gc.collect()
     gc.freeze()
+    _reuse_memory(REUSED_BYTES)
+
+
+def _reuse_memory(less_than_bytes: int) -> None:
+    """Memory of larger arrays goes back to the kernel with them."""
+    # Only glibc has it. By itself it would keep as much as a start needed, for each thread.
+    with contextlib.suppress(AttributeError):
+        libc().mallopt(_M_MMAP_THRESHOLD, less_than_bytes)
+        libc().mallopt(_M_TRIM_THRESHOLD, 2 * less_than_bytes)
 
 
 def step_back() -> None:
