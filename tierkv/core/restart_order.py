@@ -26,11 +26,13 @@ def restart_order(blocks: Blocks, rows: I64) -> I64:
     """
     if not len(rows):
         return np.zeros(0, np.int64)
-    by_id = np.argsort(blocks.id[rows])
+    # Both times what is to be sorted comes in ascending stretches: a stable sort makes use of that.
+    by_id = np.argsort(blocks.id[rows], kind="stable")
     runs = _Runs.of(blocks.id[rows[by_id]], blocks.parent[rows[by_id]])
     depth = runs.depths(runs.offset + 1)[runs.which] + np.arange(len(rows)) - runs.head[runs.which]
     # No two blocks of one depth have the same youngest one below them.
-    order = np.argsort((runs.youngest() << _HALF) | (_LOW - depth.astype(np.uint64)))
+    keys = (runs.youngest() << _HALF) | (_LOW - depth.astype(np.uint64))
+    order = np.argsort(keys, kind="stable")
     return np.asarray(by_id[order])
 
 

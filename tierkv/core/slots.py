@@ -58,6 +58,15 @@ class SlotSet:
         """All used numbers, ascending, shape [n]."""
         return np.flatnonzero(self._is == USED)
 
+    def are_used(self, numbers: U32) -> bool:
+        """Whether these numbers are the used ones, each named once."""
+        if len(numbers) != self.used_count or int(numbers.max(initial=0)) > len(self._is):
+            return False
+        named = np.zeros(len(self._is) + 1, np.bool_)
+        named[numbers] = True
+        once = np.count_nonzero(named) == len(numbers)
+        return once and np.array_equal(named[:-1], self._is == USED)
+
     def hold(self, count: int) -> I64:
         """Promise ``count`` free numbers, shape [count]. The caller has checked free_count.
 
