@@ -33,7 +33,7 @@ from tierkv.core.state import PoolShape, State
 from tierkv.native.loops import loops
 from tierkv.service.runtime import take_memory
 from tierkv.service.snapshot import restore
-from tierkv.tiers.index import IndexContents
+from tierkv.tiers.index import BlockRows, IndexContents
 
 CHAIN = 8192
 SHAPE = PoolShape(65536, 16)
@@ -84,7 +84,7 @@ def perform(effect: Any) -> Any:
     return Headers(np.ones(count, np.bool_), tokens, np.zeros(count, np.uint64))
 
 
-def contents(blocks: int) -> IndexContents:
+def checkpoint(blocks: int) -> tuple[IndexContents, BlockRows]:
     """An index of that many disk blocks, in chains of 8192, rows as they come."""
     random = np.random.default_rng(_RANDOM)
     values = np.zeros(blocks, VALUE)
@@ -100,9 +100,8 @@ def contents(blocks: int) -> IndexContents:
     namespace += np.array([SHAPE.block_bytes], "<u8").tobytes()
     namespace += np.array([SHAPE.block_tokens], "<u4").tobytes()
     meta: dict[str, int | bytes] = {"next_block": blocks + 1}
-    return IndexContents(
-        np.arange(blocks, dtype=np.uint32), values, {}, {}, {_NAMESPACE: namespace}, meta, 0
-    )
+    contents = IndexContents({}, {}, {_NAMESPACE: namespace}, meta)
+    return contents, BlockRows(np.arange(blocks, dtype=np.uint32), values)
 
 
 class Store:
@@ -117,9 +116,9 @@ class Store:
             Tier.DISK: blocks * sizes[Tier.DISK],
         }
         self.state = State(budgets, lambda tier, _shape: sizes[tier], loops().structures())
-        found = contents(blocks)
+        contents, found = checkpoint(blocks)
         started = time.perf_counter()
-        restore(self.state, found)
+        restore(self.state, contents, [found])
         self.state.reindex()
         self.state.take_changes()
         self.restored_s = time.perf_counter() - started

@@ -121,7 +121,7 @@ def _blocks(state: State, namespace: int, count: int) -> None:
 
 def _stored(index: Index) -> State:
     state = _state()
-    restore(state, index.load())
+    restore(state, index.load(), index.blocks())
     state.reindex()
     return state
 
@@ -135,7 +135,12 @@ def test_every_field_comes_back(index: Index, full: State) -> None:
     _store(index, full, {0: b"{}", 2: b'{"model":"x"}'})
     contents = index.load()
     state = _state()
-    assert restore(state, contents) == {0: b"{}", 1: b"", 2: b'{"model":"x"}', 3: b""}
+    assert restore(state, contents, index.blocks()) == {
+        0: b"{}",
+        1: b"",
+        2: b'{"model":"x"}',
+        3: b"",
+    }
     check_invariants(state)
     assert picture(state) == picture(full)
     assert (state.epoch, state.next_lease) == (77, 10)
@@ -160,7 +165,7 @@ def test_what_went_is_gone_from_the_index_too(index: Index, full: State) -> None
     _store(index, full)
     contents = index.load()
     assert set(contents.leases) == {1, 2}
-    assert not np.isin(contents.rows, gone).any()
+    assert not any(np.isin(part.rows, gone).any() for part in index.blocks())
     state = _stored(index)
     check_invariants(state)
     assert picture(state) == picture(full)
@@ -222,7 +227,7 @@ def test_a_spec_that_comes_later_is_stored_without_any_record(index: Index, full
     full.touch_namespace(1)
     _store(index, full, {1: b'{"model":"late"}'})
     state = _state()
-    assert restore(state, index.load())[1] == b'{"model":"late"}'
+    assert restore(state, index.load(), index.blocks())[1] == b'{"model":"late"}'
     assert picture(state) == picture(full)
 
 
@@ -233,7 +238,7 @@ def test_a_budget_that_shrank_below_what_is_stored_is_a_contradiction(
     _store(index, full)
     small = State(dict.fromkeys(Tier, 4096), lambda _tier, shape: shape.block_bytes)
     with pytest.raises(InvariantViolation, match="beyond the pool's capacity"):
-        restore(small, index.load())
+        restore(small, index.load(), index.blocks())
 
 
 def test_open_and_unindexed_blocks_come_back_as_they_are(index: Index, full: State) -> None:

@@ -11,6 +11,7 @@ import os
 import pickle
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -24,7 +25,7 @@ from tierkv.errors import CorruptionError
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.arena_files import ArenaFiles
 from tierkv.tiers.disk_io import DiskIO, serial_io
-from tierkv.tiers.index import IndexChanges, IndexContents
+from tierkv.tiers.index import BlockRows, IndexChanges, IndexContents
 from tierkv.tiers.storage import BlockStorage
 
 SHM = Path("/dev/shm")
@@ -95,17 +96,15 @@ class SimulatedIndex:
         self._tables = after
 
     def load(self) -> IndexContents:
-        tables = self._tables
-        rows = sorted(tables.rows)
-        values = np.frombuffer(b"".join(tables.rows[row] for row in rows), VALUE)
-        named = {name: dict(table) for name, table in tables.named.items()}
-        return IndexContents(
-            rows=np.array(rows, np.uint32),
-            values=values.copy(),
-            meta=dict(tables.meta),
-            bad_rows=0,
-            **named,
-        )
+        named = {name: dict(table) for name, table in self._tables.named.items()}
+        return IndexContents(meta=dict(self._tables.meta), **named)
+
+    def blocks(self) -> Iterator[BlockRows]:
+        stored = self._tables.rows
+        if stored:
+            rows = sorted(stored)
+            values = np.frombuffer(b"".join(stored[row] for row in rows), VALUE)
+            yield BlockRows(np.array(rows, np.uint32), values.copy())
 
     def close(self) -> None:
         pass

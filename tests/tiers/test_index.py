@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from tierkv.core.blocks import VALUE
 from tierkv.errors import CorruptionError, TierFailed
-from tierkv.tiers.index import Index, IndexChanges, IndexContents
+from tierkv.tiers.index import BlockRows, Index, IndexChanges
 
 MAP_BYTES = 64 << 20
 
@@ -59,6 +60,34 @@ def some_values(rows: np.ndarray, seed: int = 1) -> np.ndarray:
     return values
 
 
+@dataclass
+class Everything:
+    """A whole checkpoint; ``bad_rows`` counts all that was left out of it."""
+
+    rows: np.ndarray
+    values: np.ndarray
+    sequences: dict[int, bytes]
+    leases: dict[int, bytes]
+    namespaces: dict[int, bytes]
+    meta: dict[str, int | bytes]
+    bad_rows: int
+
+
+def everything(index: Index) -> Everything:
+    contents = index.load()
+    parts = [BlockRows(np.zeros(0, np.uint32), np.zeros(0, VALUE)), *index.blocks()]
+    rows, values, bad = zip(*parts, strict=True)
+    return Everything(
+        np.concatenate(rows),
+        np.concatenate(values),
+        contents.sequences,
+        contents.leases,
+        contents.namespaces,
+        contents.meta,
+        sum(bad, contents.bad),
+    )
+
+
 def change(rows: list[int], **kwargs: Any) -> IndexChanges:
     numbers = np.array(rows, np.uint32)
     return IndexChanges(rows=numbers, values=some_values(numbers), **kwargs)
@@ -75,7 +104,7 @@ def break_value(path: Path, database: bytes, key: bytes) -> None:
 
 
 def test_a_new_index_is_empty(open_index: OpenIndex) -> None:
-    contents = open_index().load()
+    contents = everything(open_index())
     assert contents.rows.tolist() == []
     assert contents.values.dtype == VALUE
     assert (contents.sequences, contents.leases, contents.namespaces) == ({}, {}, {})
@@ -100,7 +129,7 @@ def test_a_checkpoint_comes_back_after_a_restart(open_index: OpenIndex) -> None:
             meta={"ckpt_lsn": 2**63, "epoch": -1, "store": bytes(16), "empty": b""},
         )
     )
-    contents = open_index().load()
+    contents = everything(open_index())
     order = np.argsort(rows)
     np.testing.assert_array_equal(contents.rows, rows[order])
     np.testing.assert_array_equal(contents.values, values[order])
@@ -125,7 +154,7 @@ def test_later_checkpoints_replace_and_delete(open_index: OpenIndex) -> None:
             meta={"ckpt_lsn": 6, "gone": None},
         )
     )
-    contents = index.load()
+    contents = everything(index)
     assert contents.rows.tolist() == [1, 2, 9]
     np.testing.assert_array_equal(contents.values[1:], values)
     assert contents.sequences == {2: b"c"}
@@ -163,7 +192,7 @@ def test_checkpoints_agree_with_a_dictionary(
         blocks = {row: i for row, i in blocks.items() if row not in deleted} | put
         leases |= changed_leases
         leases = {key: value for key, value in leases.items() if value is not None}
-    contents = index.load()
+    contents = everything(index)
     index.close()
     assert dict(zip(contents.rows.tolist(), contents.values["id"].tolist(), strict=True)) == blocks
     assert contents.leases == leases
@@ -185,7 +214,7 @@ def test_a_rotten_value_is_left_out_and_counted(
     index.commit(change([1, 2, 63, 126], sequences={1: b"aaaa"}, meta={"ckpt_lsn": 5}))
     index.close()
     break_value(path, database, key)
-    contents = open_index().load()
+    contents = everything(open_index())
     assert contents.bad_rows == 1
     # Rows 63 to 125 share a value.
     assert contents.rows.tolist() == ([1, 2, 126] if database == b"blocks" else [1, 2, 63, 126])
@@ -201,7 +230,7 @@ def test_values_under_other_rows_are_left_out(open_index: OpenIndex, path: Path)
         with env.begin(write=True) as txn:
             value = txn.get((0).to_bytes(4, "big"), db=db)
             txn.put((1).to_bytes(4, "big"), value, db=db)
-    contents = open_index().load()
+    contents = everything(open_index())
     assert (contents.rows.tolist(), contents.bad_rows) == ([1], 1)
 
 
@@ -212,7 +241,7 @@ def test_a_value_of_a_wrong_length_is_left_out(open_index: OpenIndex, path: Path
         db = env.open_db(b"blocks")
         with env.begin(write=True) as txn:
             txn.put((0).to_bytes(4, "big"), b"short", db=db)
-    contents = open_index().load()
+    contents = everything(open_index())
     assert (contents.rows.tolist(), contents.bad_rows) == ([63], 1)
 
 
@@ -224,16 +253,16 @@ def test_rows_that_went_bad_are_not_made_good_by_their_neighbours(
     break_value(path, b"blocks", (0).to_bytes(4, "big"))
     with pytest.raises(TierFailed, match="gone bad"):
         open_index().commit(change([3]))
-    assert open_index().load().bad_rows == 1
+    assert everything(open_index()).bad_rows == 1
 
 
 def test_an_emptied_index_takes_no_room(open_index: OpenIndex, path: Path) -> None:
     index = open_index()
     index.commit(change(list(range(1000))))
     index.commit(IndexChanges(deleted_rows=np.arange(999, dtype=np.uint32)))
-    assert index.load().rows.tolist() == [999]
+    assert everything(index).rows.tolist() == [999]
     index.commit(IndexChanges(deleted_rows=np.array([999], np.uint32)))
-    assert index.load().rows.tolist() == []
+    assert everything(index).rows.tolist() == []
     index.close()
     with lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=5, lib_version=0) as env:
         db = env.open_db(b"blocks")
@@ -266,7 +295,7 @@ def test_a_file_that_is_no_index_is_refused(path: Path, content: bytes) -> None:
 def test_an_empty_file_is_a_new_index(open_index: OpenIndex, path: Path) -> None:
     path.mkdir()
     (path / "data.mdb").touch()
-    assert open_index().load().rows.tolist() == []
+    assert everything(open_index()).rows.tolist() == []
 
 
 def test_the_map_grows_when_it_is_full(open_index: OpenIndex) -> None:
@@ -275,7 +304,7 @@ def test_the_map_grows_when_it_is_full(open_index: OpenIndex) -> None:
     index.commit(change([1], meta={"ckpt_lsn": 1}))
     index.commit(change(list(range(30_000)), sequences={1: bytes(1 << 20)}, meta={"ckpt_lsn": 2}))
     assert index.map_bytes > before
-    contents = open_index(map_bytes=256 << 10).load()
+    contents = everything(open_index(map_bytes=256 << 10))
     assert len(contents.rows) == 30_000
     assert contents.sequences == {1: bytes(1 << 20)}
     assert contents.meta == {"ckpt_lsn": 2}
@@ -290,7 +319,7 @@ def test_a_full_disk_fails_the_checkpoint_and_keeps_the_last_one(
         index.commit(change(list(range(50_000)), meta={"ckpt_lsn": 2}))
     assert index.load().meta == {"ckpt_lsn": 1}
     index.commit(change([3], meta={"ckpt_lsn": 3}))
-    contents = index.load()
+    contents = everything(index)
     assert (contents.rows.tolist(), contents.meta) == ([1, 2, 3], {"ckpt_lsn": 3})
     index.close()
 
@@ -309,7 +338,7 @@ def test_threads_may_share_an_index(open_index: OpenIndex) -> None:
         try:
             for row in range(part, 40, 4):
                 index.commit(change([row]))
-                assert row in index.load().rows.tolist()
+                assert row in everything(index).rows.tolist()
         except BaseException as error:
             failures.append(error)
 
@@ -319,7 +348,7 @@ def test_threads_may_share_an_index(open_index: OpenIndex) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    assert index.load().rows.tolist() == list(range(40))
+    assert everything(index).rows.tolist() == list(range(40))
 
 
 def commit_for_ever(path: Path, ready: Any) -> None:
@@ -344,7 +373,7 @@ def test_a_killed_process_leaves_one_whole_checkpoint(open_index: OpenIndex, pat
     assert ready.wait(30)
     os.kill(writer.pid or 0, signal.SIGKILL)
     writer.join()
-    contents = open_index().load()
+    contents = everything(open_index())
     lsn = contents.meta["ckpt_lsn"]
     assert isinstance(lsn, int)
     assert lsn >= 20
@@ -401,7 +430,7 @@ def open_damaged(folder: Path, content: bytes, sound: list[Any], seed: Any, outc
             outcomes[0] += 1
             continue
         try:
-            contents = index.load()
+            contents = everything(index)
             if contents.bad_rows:
                 outcomes[1] += 1
             else:
@@ -409,14 +438,14 @@ def open_damaged(folder: Path, content: bytes, sound: list[Any], seed: Any, outc
                 outcomes[2] += 1
             # The pages of LMDB's list of free pages are read now.
             index.commit(change([7, 2000, 5000], sequences={9: bytes(9000)}))
-            index.load()
+            everything(index)
         except TierFailed:
             outcomes[1] += 1
         finally:
             index.close()
 
 
-def plain(contents: IndexContents) -> tuple[Any, ...]:
+def plain(contents: Everything) -> tuple[Any, ...]:
     """The contents, for comparison."""
     tables = (contents.sequences, contents.leases, contents.namespaces, contents.meta)
     return (contents.rows.tobytes(), contents.values.tobytes(), *map(repr, tables))
@@ -441,7 +470,7 @@ def test_no_damage_kills_the_process_or_shows_a_wrong_value(
                 meta={"checkpoint_lsn": lsn},
             )
         )
-        sound.append(plain(index.load()))
+        sound.append(plain(everything(index)))
     index.close()
     content = (path / "data.mdb").read_bytes()
     spawn = multiprocessing.get_context("spawn")

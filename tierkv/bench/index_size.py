@@ -20,7 +20,7 @@ from tierkv.bench.harness import (
     Sample,
     each_call,
 )
-from tierkv.bench.replay import load_index, restored
+from tierkv.bench.replay import last_checkpoint
 from tierkv.core.state import State
 
 SMALL, BIG, FULL = 10_000, 1_000_000, 10_000_000
@@ -59,8 +59,7 @@ class _Store:
 
     def read(self) -> State:
         """Read the index into a state, and do nothing else that a start does."""
-        _, contents = load_index(self._daemon.state)
-        state = restored(contents)
+        state = last_checkpoint(self._daemon.state).state
         state.reindex()
         return state
 

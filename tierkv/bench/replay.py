@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -23,9 +24,10 @@ from tierkv.core.ids import U8, Tier
 from tierkv.core.records import RECORD
 from tierkv.core.replay import replay
 from tierkv.core.state import State
+from tierkv.native.loops import loops
 from tierkv.service.snapshot import restore
 from tierkv.service.store import read_format
-from tierkv.tiers.index import Index, IndexContents
+from tierkv.tiers.index import Index
 from tierkv.tiers.sizes import slot_bytes
 
 IMPORTS = "import tierkv.cli.serve, tierkv.service.daemon"
@@ -137,38 +139,41 @@ def _start(bench: Bench, daemon: Daemon, kept: Kept, name: str, blocks: int) -> 
     return measured.line(name, SECONDS, "tierkv", ["imports", "read"], place, note=note)
 
 
-def load_index(state_dir: Path) -> tuple[bytes, IndexContents]:
-    """A store's uuid, and what its last checkpoint holds. Raises RuntimeError if there is none."""
+class Checkpoint(NamedTuple):
+    """What a store's last checkpoint holds, and behind what it is in the log of that store."""
+
+    state: State
+    lsn: int
+    store_uuid: bytes
+
+
+def last_checkpoint(state_dir: Path) -> Checkpoint:
+    """Read the index into a state. Raises RuntimeError if there is no store."""
     stored = read_format(state_dir)
     if stored is None:
         raise RuntimeError(f"there is no store in {state_dir}")
     index = Index(state_dir / "index", INDEX_BYTES)
     try:
-        return stored.store_uuid, index.load()
+        contents = index.load()
+        state = State(dict.fromkeys(Tier, 1 << 50), slot_bytes, loops().structures())
+        restore(state, contents, index.blocks())
     finally:
         index.close()
-
-
-def restored(contents: IndexContents) -> State:
-    """The state of that checkpoint."""
-    state = State(dict.fromkeys(Tier, 1 << 50), slot_bytes)
-    restore(state, contents)
-    return state
+    return Checkpoint(state, int(contents.meta["checkpoint_lsn"]), stored.store_uuid)
 
 
 def _replay(bench: Bench, kept: Kept, name: str) -> Line:
     """The log's records into the state of the last checkpoint, in this process."""
     place = bench.same_core
     directory = kept.folder / "state"
-    uuid, contents = load_index(directory)
-    after_lsn = int(contents.meta["checkpoint_lsn"])
+    _, after_lsn, uuid = last_checkpoint(directory)
 
     def frames() -> list[U8]:
         reader = WalReader(RealStorage(), str(directory / "wal"), uuid, after_lsn)
         return [frame.records for frame in reader.frames()]
 
     def replayed() -> float:
-        state = restored(contents)
+        state = last_checkpoint(directory).state
         return once(lambda: replay(state, np.concatenate(frames()).view(RECORD).reshape(-1)))
 
     records = sum(map(len, frames()))

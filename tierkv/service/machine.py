@@ -6,6 +6,7 @@ simulation can give the very code of the daemon a machine that loses power.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from tierkv.service.process import boot_id, is_alive
 from tierkv.tiers.arena import Arena, ArenaHome
 from tierkv.tiers.arena_files import ArenaFiles
 from tierkv.tiers.disk_io import Direct, DiskIO, ReadBy, open_disk_io
-from tierkv.tiers.index import Index, IndexChanges, IndexContents
+from tierkv.tiers.index import BlockRows, Index, IndexChanges, IndexContents
 from tierkv.tiers.numa import NodePolicy
 from tierkv.tiers.storage import BlockStorage
 
@@ -28,6 +29,10 @@ class CheckpointIndex(Protocol):
         """See Index."""
 
     def load(self) -> IndexContents:
+        """See Index."""
+        ...
+
+    def blocks(self) -> Iterator[BlockRows]:
         """See Index."""
         ...
 

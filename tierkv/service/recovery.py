@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +37,7 @@ from tierkv.service.snapshot import index_changes, restore
 from tierkv.service.store import StateDirectory
 from tierkv.service.undo import CheckCopies, drop_damaged, reopen, undo
 from tierkv.tiers.arena import Arena
-from tierkv.tiers.index import IndexContents
+from tierkv.tiers.index import BlockRows, IndexContents
 from tierkv.tiers.sizes import slot_bytes
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def load(site: Site, index: CheckpointIndex) -> Loaded:
     old = {tier: int(contents.meta.get(f"{tier.label}_bytes", budgets[tier])) for tier in Tier}
     kept = {tier: max(old[tier], budgets[tier]) for tier in Tier}
     state = State(kept, slot_bytes, loops().structures())
-    specs = restore(state, contents)
+    specs = restore(state, contents, _sound(site, index.blocks()))
     reader = site.open_log(int(contents.meta.get("checkpoint_lsn", 0)))
     records = _replay(state, reader.frames(), site.progress)
     if reader.begins_late:
@@ -128,19 +128,33 @@ def load(site: Site, index: CheckpointIndex) -> Loaded:
 
 
 def read_checkpoint(site: Site, index: CheckpointIndex) -> IndexContents:
-    """The last checkpoint. Raises CorruptionError if all or some of it is lost, TierFailed."""
+    """The last checkpoint but for its blocks.
+
+    Raises CorruptionError if all or some of it is lost, TierFailed.
+    """
     contents = index.load()
-    if contents.bad_rows:
-        raise CorruptionError(
-            f"the index {site.directory.index} is damaged: the checksums of {contents.bad_rows} of "
-            "its entries fail",
-            path=str(site.directory.index),
-            offset=0,
-        )
+    if contents.bad:
+        raise _damaged(site, contents.bad)
     if "checkpoint_lsn" not in contents.meta:
         named = (contents.meta, contents.namespaces, contents.leases, contents.sequences)
-        require_new(site, is_empty=not len(contents.rows) and not any(named))
+        require_new(site, is_empty=not any(named) and next(index.blocks(), None) is None)
     return contents
+
+
+def _sound(site: Site, parts: Iterable[BlockRows]) -> Iterator[BlockRows]:
+    """The parts of the last checkpoint's blocks. Raises CorruptionError at one that is damaged."""
+    for part in parts:
+        if part.bad:
+            raise _damaged(site, part.bad)
+        yield part
+
+
+def _damaged(site: Site, bad: int) -> CorruptionError:
+    return CorruptionError(
+        f"the index {site.directory.index} is damaged: the checksums of {bad} of its entries fail",
+        path=str(site.directory.index),
+        offset=0,
+    )
 
 
 def _replay(state: State, frames: Iterable[Frame], progress: Callable[[str], None]) -> int:

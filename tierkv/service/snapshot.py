@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from tierkv.core.blocks import INDEXED
 from tierkv.core.ids import Tier
 from tierkv.core.state import Changes, Lease, PoolShape, Sequence, State
 from tierkv.errors import require
-from tierkv.tiers.index import IndexChanges, IndexContents
+from tierkv.tiers.index import BlockRows, IndexChanges, IndexContents
 
 _LEASE = struct.Struct("<16sQQI")
 _NAMESPACE = struct.Struct("<16sIQI")
@@ -48,8 +48,11 @@ def index_changes(
     )
 
 
-def restore(state: State, contents: IndexContents) -> dict[int, bytes]:
-    """Fill an empty state from the last checkpoint; returns the specs. Mutates the state."""
+def restore(state: State, contents: IndexContents, parts: Iterable[BlockRows]) -> dict[int, bytes]:
+    """Fill an empty state from the last checkpoint; returns the specs. Mutates the state.
+
+    ``parts`` are all of its blocks; none is kept.
+    """
     specs: dict[int, bytes] = {}
     for namespace, value in sorted(contents.namespaces.items()):
         digest, pool, block_bytes, block_tokens = _NAMESPACE.unpack_from(value)
@@ -57,14 +60,15 @@ def restore(state: State, contents: IndexContents) -> dict[int, bytes]:
         state.add_namespace(namespace, digest, PoolShape(block_bytes, block_tokens))
         require(state.namespaces[namespace].pool == pool, "a checkpoint's pools are out of order")
         specs[namespace] = value[_NAMESPACE.size :]
-    rows = contents.rows.astype(np.int64)
     blocks = state.blocks
-    blocks.restore(rows, contents.values)
-    state.row_set.take(rows)
+    for part in parts:
+        rows = part.rows.astype(np.int64)
+        blocks.restore(rows, part.values)
+        state.row_set.take(rows)
     for tier in Tier:
         for pool, members in state.by_pool(state.rows_in(tier)):
             state.slots[tier, pool].take(blocks.slot[tier][members].astype(np.int64))
-    indexed = rows[(blocks.flags[rows] & INDEXED) != 0]
+    indexed = np.flatnonzero(blocks.flags & INDEXED)
     state.index.put(indexed, blocks.hash_hi, blocks.hash_lo)
     for lease, value in contents.leases.items():
         token, pid, start_time, uid = _LEASE.unpack(value)

@@ -23,12 +23,14 @@ when it died; never a part of one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import compress, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import lmdb
 import lmdb.verify
@@ -86,17 +88,26 @@ class IndexChanges:
 
 @dataclass(slots=True)
 class IndexContents:
-    """The last checkpoint. ``bad_rows`` counts the stored values (for block rows, a chunk of them)
-    that were left out because their checksum fails.
+    """The last checkpoint but for its blocks. ``bad`` counts the values that were left out because
+    their checksum fails.
     """
 
-    rows: U32
-    values: Values
     sequences: dict[int, bytes]
     leases: dict[int, bytes]
     namespaces: dict[int, bytes]
     meta: dict[str, int | bytes]
-    bad_rows: int
+    bad: int = 0
+
+
+class BlockRows(NamedTuple):
+    """Some of the last checkpoint's blocks: ``rows`` (u32 [n], ascending), ``values`` (VALUE [n]).
+
+    ``bad`` counts the chunks of rows that were left out because their checksum fails.
+    """
+
+    rows: U32
+    values: Values
+    bad: int = 0
 
 
 class Index:
@@ -170,21 +181,11 @@ class Index:
                 ) from error
 
     def load(self) -> IndexContents:
-        """Read the last checkpoint. Raises TierFailed."""
-        with self._lock:
-            try:
-                with self._env.begin() as txn:
-                    chunks, table, bad = self._load_chunks(txn)
-                    named = {name: list(txn.cursor(db)) for name, db in self._named.items()}
-                    meta = list(txn.cursor(self._meta))
-                # Maps the file anew: what was read of it counts as this process's memory no more.
-                self._env.set_mapsize(self.map_bytes)
-            except lmdb.Error as error:
-                raise TierFailed(
-                    f"cannot read the index {self.path}: {error}", path=str(self.path)
-                ) from error
-        live = np.flatnonzero(table["id"])
-        rows = (chunks[live // _CHUNK_ROWS] * _CHUNK_ROWS + live % _CHUNK_ROWS).astype(np.uint32)
+        """Read the last checkpoint, but for its blocks. Raises TierFailed."""
+        with self._reading() as txn:
+            named = {name: list(txn.cursor(db)) for name, db in self._named.items()}
+            meta = list(txn.cursor(self._meta))
+        bad = 0
         tables: dict[str, dict[int, bytes]] = {}
         for name, items in named.items():
             sound = _sound(name, items)
@@ -192,14 +193,39 @@ class Index:
             tables[name] = {int.from_bytes(key, "big"): value for key, value in sound.items()}
         sound_meta = _sound(_META, meta)
         return IndexContents(
-            rows=rows,
-            values=_values_at(table, live),
             sequences=tables["sequences"],
             leases=tables["leases"],
             namespaces=tables["namespaces"],
             meta={key.decode(): _decode_meta(value) for key, value in sound_meta.items()},
-            bad_rows=bad + len(meta) - len(sound_meta),
+            bad=bad + len(meta) - len(sound_meta),
         )
+
+    def blocks(self) -> Iterator[BlockRows]:
+        """Read the blocks of the last checkpoint, rows ascending, some at a time: who puts each
+        part away needs no memory for all of them. No commit may come between. Raises TierFailed.
+        """
+        first = b""
+        while True:
+            with self._reading() as txn:
+                cursor = txn.cursor(self._blocks)
+                items = list(islice(cursor, _CHUNKS_AT_ONCE)) if cursor.set_range(first) else []
+            if not items:
+                break
+            yield _block_rows(*map(list, zip(*items, strict=True)))
+            first = items[-1][0] + b"\0"
+        with self._lock:
+            # Maps the file anew: what was read of it counts as this process's memory no more.
+            self._env.set_mapsize(self.map_bytes)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[lmdb.Transaction[bytes]]:
+        try:
+            with self._lock, self._env.begin() as txn:
+                yield txn
+        except lmdb.Error as error:
+            raise TierFailed(
+                f"cannot read the index {self.path}: {error}", path=str(self.path)
+            ) from error
 
     @property
     def map_bytes(self) -> int:
@@ -251,23 +277,6 @@ class Index:
                 txn.delete(key, db=self._blocks)
             cursor.putmulti(_encode_chunks(part[used], table[used]))
 
-    def _load_chunks(self, txn: lmdb.Transaction[bytes]) -> tuple[I64, Values, int]:
-        """All chunks as ``_decode_chunks`` has them, some at a time: the big arrays are made once.
-
-        To hold all the values that LMDB gives beside them would leave the heap as large for good.
-        """
-        count = txn.stat(self._blocks)["entries"]
-        chunks, table = np.empty(count, np.int64), np.empty(count * _CHUNK_ROWS, VALUE)
-        found = bad = 0
-        items = iter(txn.cursor(self._blocks))
-        while part := list(islice(items, _CHUNKS_AT_ONCE)):
-            numbers, values, more = _decode_chunks(*map(list, zip(*part, strict=True)))
-            stop = found + len(numbers)
-            chunks[found:stop] = numbers
-            table[found * _CHUNK_ROWS : stop * _CHUNK_ROWS] = values
-            found, bad = stop, bad + more
-        return chunks[:found], table[: found * _CHUNK_ROWS], bad
-
     def _read_chunks(self, cursor: lmdb.Cursor[bytes], chunks: I64) -> Values:
         """The values of chunks (ascending), shape [n, _CHUNK_ROWS]; zeros where there are none."""
         items = cursor.getmulti(_chunk_keys(chunks))
@@ -282,10 +291,14 @@ class Index:
         return table
 
 
-def _values_at(table: Values, live: I64) -> Values:
-    """The values in these places, which ascend; not copied where no other lies before them."""
-    count = len(live)
-    return table[:count] if not count or live[-1] == count - 1 else take(table, live)
+def _block_rows(keys: list[bytes], parts: list[bytes]) -> BlockRows:
+    """The rows of chunks that are not free."""
+    chunks, table, bad = _decode_chunks(keys, parts)
+    rows = (chunks[:, np.newaxis] * _CHUNK_ROWS + np.arange(_CHUNK_ROWS)).reshape(-1)
+    live = np.flatnonzero(table["id"])
+    if len(live) < len(rows):
+        rows, table = rows[live], take(table, live)
+    return BlockRows(rows.astype(np.uint32), table, bad)
 
 
 def _verify(path: Path, data: Path) -> None:
