@@ -20,6 +20,9 @@ SHAPE = PoolShape(4096, 16)
 LEASE = 1
 NOBODY = 1 << 22
 """A process id above every one that Linux gives."""
+CHAIN_BLOCKS = 64
+"""Of each chain in the index."""
+
 ROWS_AT_WORK = 4096
 REQUEST_RECORDS = 7
 BLOCKS_AT_ONCE = 1 << 20
@@ -67,7 +70,7 @@ def _opening() -> Records:
 
 
 def _sealed(rows: I64, ids: I64) -> Records:
-    """SEAL records of blocks that are each a chain of its own."""
+    """SEAL records of blocks that have no parents."""
     sealed = blank(len(rows), Kind.SEAL)
     sealed["key"], sealed["id"], sealed["tier"] = rows, ids, 1
     sealed["hash_hi"] = ids
@@ -81,7 +84,9 @@ def _cached_on_disk(first: int, blocks: int) -> Records:
     allocated = blank(blocks, Kind.ALLOC)
     allocated["key"], allocated["id"] = rows, rows + 1
     allocated["tier"], allocated["loc"] = Tier.DISK, rows
-    return join([allocated, _sealed(rows, rows + 1)])
+    sealed = _sealed(rows, rows + 1)
+    sealed["loc"] = np.where(rows % CHAIN_BLOCKS, rows, 0)
+    return join([allocated, sealed])
 
 
 def _work(blocks: int, records: int) -> Records:

@@ -2,7 +2,8 @@
 
 Blocks of a chain most often have ids one after the other. So among all blocks in the order of their
 ids there are runs, in which each is the child of the one before; few have their parent elsewhere.
-What goes from block to block of a chain is done for whole runs.
+Where such a child is, its parent's run is cut behind the parent: the blocks of one stretch have the
+same youngest block below them. Only runs and stretches are looked at, not block after block.
 """
 
 from __future__ import annotations
@@ -26,31 +27,26 @@ def restart_order(blocks: Blocks, rows: I64) -> I64:
     """
     if not len(rows):
         return np.zeros(0, np.int64)
-    # Both times what is to be sorted comes in ascending stretches: a stable sort makes use of that.
+    # Here and below, what is to be sorted has long ascending parts: a stable sort makes use of it.
     by_id = np.argsort(blocks.id[rows], kind="stable")
-    runs = _Runs.of(blocks.id[rows[by_id]], blocks.parent[rows[by_id]])
-    depth = runs.depths(runs.offset + 1)[runs.which] + np.arange(len(rows)) - runs.head[runs.which]
-    # No two blocks of one depth have the same youngest one below them.
-    keys = (runs.youngest() << _HALF) | (_LOW - depth.astype(np.uint64))
-    order = np.argsort(keys, kind="stable")
-    return np.asarray(by_id[order])
+    there = rows[by_id]
+    runs = _Runs.of(blocks.id[there], blocks.parent[there])
+    del there
+    return np.asarray(by_id[runs.order()])
 
 
 @dataclass(frozen=True)
 class _Runs:
     """Runs of n blocks in the order of ids. A block's place is its number in that order.
 
-    ``which`` [n]: the run of each block. Per run, shape [r]: the places of its first block
-    (``head``) and of its last one, that of the first one's parent or -1 (``parent``), the run of
-    that (``up``) or -1, and where in that run it is (``offset``).
+    Per run, shape [r]: the places of its first block (``head``) and of its last one, that of the
+    first one's parent or -1 (``parent``), and the run of that (``up``) or -1.
     """
 
-    which: I64
     head: I64
     last: I64
     parent: I64
     up: I64
-    offset: I64
 
     @classmethod
     def of(cls, ids: U64, parents: U64) -> _Runs:
@@ -58,12 +54,15 @@ class _Runs:
         begins = np.ones(len(ids), np.bool_)
         begins[1:] = parents[1:] != ids[:-1]
         head = np.flatnonzero(begins)
-        which = np.cumsum(begins) - 1
-        last = np.append(head[1:], len(ids)) - 1
-        at = np.minimum(np.searchsorted(ids, parents[head]), len(ids) - 1)
-        parent = np.where(ids[at] == parents[head], at, -1)
-        up = np.where(parent >= 0, which[parent], -1)
-        return cls(which, head, last, parent, up, np.where(parent >= 0, parent - head[up], -1))
+        named = parents[head]
+        parent, up = np.full((2, len(head)), -1)
+        known = np.flatnonzero(named)
+        at = np.minimum(np.searchsorted(ids, named[known]), len(ids) - 1)
+        there = ids[at] == named[known]
+        known, at = known[there], at[there]
+        parent[known] = at
+        up[known] = np.searchsorted(head, at, side="right") - 1
+        return cls(head, np.append(head[1:], len(ids)) - 1, parent, up)
 
     def depths(self, distance: I64) -> I64:
         """How far each run's first block is from its root, shape [r].
@@ -78,19 +77,39 @@ class _Runs:
             ancestor[deeper] = ancestor[ancestor[deeper]]
         return depth
 
-    def youngest(self) -> U64:
-        """The place of the youngest block among each block and those below it, shape [n]."""
+    def order(self) -> I64:
+        """Places in the order of eviction, shape [n]."""
+        ends = np.zeros(int(self.last[-1]) + 1, np.bool_)
+        ends[self.last] = ends[self.parent[self.parent >= 0]] = True
+        end = np.flatnonzero(ends)
+        start = np.append(0, end[:-1] + 1)
+        begins = np.zeros(len(ends), np.bool_)
+        begins[self.head] = True
+        run = np.cumsum(begins[start]) - 1
+        depth = self.depths(self.parent - self.head[self.up] + 1)[run] + start - self.head[run]
+        # No two stretches of one depth have the same youngest block below them.
+        keys = (self._youngest(end, run) << _HALF) | (_LOW - depth.astype(np.uint64))
+        order = np.argsort(keys, kind="stable")
+        end, length = end[order], (end - start + 1)[order]
+        # Each of them from its end on: it begins where those before it leave off.
+        before = np.cumsum(length) - length
+        return np.repeat(end + before, length) - np.arange(int(length.sum()))
+
+    def _youngest(self, end: I64, run: I64) -> U64:
+        """The place of the youngest block among those of a stretch and below them, shape [s].
+
+        ``end``, ``run`` [s]: the place where each stretch ends, and the run it is of.
+        """
         level = self.depths(np.ones(len(self.head), np.int64))
         by_level = np.argsort(level, kind="stable")
         starts = np.searchsorted(level[by_level], np.arange(int(level.max()) + 2))
-        of_run = self.last.copy()
-        of_block = np.zeros(len(self.which), np.int64)
-        of_block[self.last] = self.last
+        of_run, of_stretch = self.last.copy(), end.copy()
         for deep in range(int(level.max()), 0, -1):
             runs = by_level[starts[deep] : starts[deep + 1]]
             np.maximum.at(of_run, self.up[runs], of_run[runs])
-            np.maximum.at(of_block, self.parent[runs], of_run[runs])
+            above = np.searchsorted(end, self.parent[runs])
+            np.maximum.at(of_stretch, above, of_run[runs])
         # From the end on, each run over the largest so far: a run begins above all behind it.
-        above = (len(self.head) - self.which).astype(np.uint64) << _HALF
-        highest = np.maximum.accumulate((above | of_block.astype(np.uint64))[::-1])
+        order = (len(self.head) - run).astype(np.uint64) << _HALF
+        highest = np.maximum.accumulate((order | of_stretch.astype(np.uint64))[::-1])
         return np.asarray(highest[::-1] & _LOW)
