@@ -102,7 +102,8 @@ def _work(blocks: int, records: int) -> Records:
     opened, found, allocated, pushed, sealed, closed, dropped = requests.T
     opened["type"], opened["id"] = Kind.SEQ_OPEN, sequences
     found["type"], found["id"], found["aux"] = Kind.SEQ_PUSH, sequences, 1
-    found["hash_hi"] = number % blocks
+    first = number % blocks // CHAIN_BLOCKS * CHAIN_BLOCKS
+    found["hash_hi"] = first
     allocated["type"], allocated["id"], allocated["key"] = Kind.ALLOC, ids, rows
     allocated["loc"] = number % ROWS_AT_WORK
     pushed["type"], pushed["id"], pushed["aux"], pushed["hash_hi"] = (
@@ -112,7 +113,7 @@ def _work(blocks: int, records: int) -> Records:
         rows,
     )
     sealed[:] = _sealed(rows, ids)
-    sealed["loc"] = number % blocks + 1
+    sealed["loc"] = first + 1
     closed["type"], closed["id"] = Kind.SEQ_CLOSE, sequences
     dropped["type"], dropped["id"], dropped["key"] = Kind.DROP, ids, rows
     dropped["loc"] = number % ROWS_AT_WORK
