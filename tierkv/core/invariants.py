@@ -9,10 +9,12 @@ from collections import Counter
 import numpy as np
 
 from tierkv.core.arrays import distinct
-from tierkv.core.blocks import INDEXED, SEALED
-from tierkv.core.ids import NO_SLOT, Tier, lease_of
+from tierkv.core.blocks import INDEXED
+from tierkv.core.ids import I64, NO_SLOT, Tier, lease_of
 from tierkv.core.state import State
 from tierkv.errors import InvariantViolation
+
+PART_ROWS = 1 << 16
 
 INVARIANTS = {
     1: "every used slot of a tier belongs to exactly one block, and every copy's slot is used",
@@ -33,9 +35,12 @@ INVARIANTS = {
 }
 
 
-def check_invariants(state: State) -> None:
-    """Raise InvariantViolation naming every invariant that does not hold."""
-    broken = [*_check_slots(state), *_check_blocks(state), *_check_sequences(state)]
+def check_invariants(state: State, changed: I64 | None = None) -> None:
+    """Raise InvariantViolation naming every invariant that does not hold.
+
+    ``changed``: rows of the blocks that changed since they all were checked, if they were.
+    """
+    broken = [*_check_slots(state), *_check_blocks(state, changed), *_check_sequences(state)]
     if broken:
         lines = [f"I{number}: {INVARIANTS[number]} ({what})" for number, what in broken]
         raise InvariantViolation("; ".join(lines))
@@ -67,30 +72,49 @@ def _check_slots(state: State) -> list[tuple[int, str]]:
     return broken
 
 
-def _check_blocks(state: State) -> list[tuple[int, str]]:
-    # Whole columns: to pick the rows in use takes longer than to look at all.
+def _check_blocks(state: State, changed: I64 | None) -> list[tuple[int, str]]:
     broken = []
     blocks = state.blocks
-    live = blocks.id != 0
-    if not np.array_equal(np.flatnonzero(live), state.live_rows()):
-        broken.append((7, "a used row without an id, or a free row with one"))
-    # They come in ascending stretches, of which a stable sort makes use.
-    ids = np.sort(blocks.id[live], kind="stable")
-    if (ids[1:] == ids[:-1]).any() or int(ids[-1:].max(initial=0)) >= state.next_block:
-        broken.append((7, "ids repeat or run ahead"))
-    is_indexed = live & ((blocks.flags & INDEXED) != 0)
-    indexed = np.flatnonzero(is_indexed)
+    rows = np.arange(len(blocks)) if changed is None else distinct(changed)
+    # Some at a time, so that all that is looked at stays in the processor's caches.
+    for at in range(0, len(rows), PART_ROWS):
+        broken += _check_rows(state, rows[at : at + PART_ROWS])
+    if changed is None:
+        # They come in ascending stretches, of which a stable sort makes use.
+        ids = blocks.id[blocks.id != 0]
+        ids.sort(kind="stable")
+        if (ids[1:] == ids[:-1]).any():
+            broken.append((7, "ids repeat"))
+        indexed = int(np.count_nonzero(blocks.flags & INDEXED))
+        if indexed != len(state.index):
+            broken.append((4, f"{indexed} indexed blocks, {len(state.index)} in the index"))
+    return broken
+
+
+def _check_rows(state: State, rows: I64) -> list[tuple[int, str]]:
+    """What is wrong with these rows of the block table alone."""
+    broken = []
+    blocks = state.blocks
+    among = f"among rows {rows[0]} to {rows[-1]}"
+    ids = blocks.id[rows]
+    if not np.array_equal(ids != 0, state.row_set.is_used(rows)):
+        broken.append((7, f"a used row without an id, or a free row with one, {among}"))
+    if int(ids.max()) >= state.next_block:
+        broken.append((7, f"an id runs ahead, {among}"))
+    rows = rows[ids != 0]
+    is_indexed = blocks.is_indexed(rows)
+    indexed = rows[is_indexed]
     found = state.index.get(
         blocks.hash_hi[indexed], blocks.hash_lo[indexed], blocks.hash_hi, blocks.hash_lo
     )
-    if not np.array_equal(found, indexed) or len(state.index) != len(indexed):
-        broken.append((4, f"{len(indexed)} indexed blocks, {len(state.index)} in the index"))
-    if (is_indexed & ((blocks.flags & SEALED) == 0)).any():
-        broken.append((12, "an unsealed block is indexed"))
+    if not np.array_equal(found, indexed):
+        broken.append((4, f"a block that the index does not find, {among}"))
+    if not blocks.is_sealed(indexed).all():
+        broken.append((12, f"an unsealed block is indexed, {among}"))
     if not blocks.has_any_copy(indexed).all():
-        broken.append((5, "an indexed block without a copy"))
-    if (live & (blocks.refs == 0) & ~is_indexed).any():
-        broken.append((6, "an unreferenced block that nobody can find"))
+        broken.append((5, f"an indexed block without a copy, {among}"))
+    if (blocks.refs[rows[~is_indexed]] == 0).any():
+        broken.append((6, f"an unreferenced block that nobody can find, {among}"))
     return broken
 
 

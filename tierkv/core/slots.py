@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tierkv.core.arrays import distinct
-from tierkv.core.ids import I64, U8, U32
+from tierkv.core.ids import I64, U8, U32, Bool
 from tierkv.core.space import Memory, ahead, column, stretched, widest
 from tierkv.errors import require
 
@@ -57,6 +57,12 @@ class SlotSet:
     def used(self) -> I64:
         """All used numbers, ascending, shape [n]."""
         return np.flatnonzero(self._is == USED)
+
+    def is_used(self, numbers: I64) -> Bool:
+        """Which of the numbers are used, shape [n]."""
+        known = numbers < len(self._is)
+        known[known] = self._is[numbers[known]] == USED
+        return known
 
     def are_used(self, numbers: U32) -> bool:
         """Whether these numbers are the used ones, each named once."""

@@ -350,6 +350,10 @@ class State:
         """Upper bound of the rows changed since the last checkpoint."""
         return sum(len(rows) for rows in self._dirty_rows)
 
+    def dirty_rows(self) -> I64:
+        """The rows changed since the last checkpoint, some more than once."""
+        return np.concatenate([np.zeros(0, np.int64), *self._dirty_rows])
+
     def add_namespace(self, namespace: int, digest: bytes, shape: PoolShape) -> None:
         """Enter a namespace and, if its geometry is new, a pool. Mutates."""
         if shape not in self.pools:

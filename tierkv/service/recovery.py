@@ -275,7 +275,7 @@ def _go_on(
         if not loaded.is_rebuilt:
             report.wal_end = reader.end.kind.value
     budgets = budgets_of(config)
-    before = len(state.live_rows())
+    before = state.row_set.used_count
     if not loaded.complete and state.leases:
         log.warning("the log lacks some of what workers were told: their leases end")
     arenas = _open_arenas(site, state, opened, keep_device=loaded.complete)
@@ -289,9 +289,11 @@ def _go_on(
     reopen(state, arenas)
     state.resize(budgets)
     state.reindex()
-    if loaded.is_rebuilt or (version, kept) != (state.version, budgets):
+    if loaded.is_rebuilt:
         check_invariants(state)
-    report.blocks = len(state.live_rows())
+    elif (version, kept) != (state.version, budgets):
+        check_invariants(state, state.dirty_rows())
+    report.blocks = state.row_set.used_count
     report.dropped_blocks = before - report.blocks
     site.progress("writing the checkpoint")
     state.epoch = max(state.epoch, reader.epoch) + 1

@@ -76,9 +76,8 @@ def undo(
 
 def reopen(state: State, arenas: dict[Tier, Arena]) -> None:
     """Name unsealed blocks in their entries, without checksum: their workers write on in them."""
-    rows = state.live_rows()
-    rows = rows[~state.blocks.is_sealed(rows)]
-    rows = rows[(state.blocks.active[rows] > 0) & state.blocks.has_copy(rows, Tier.DEVICE)]
+    rows = np.flatnonzero(state.blocks.active)
+    rows = rows[~state.blocks.is_sealed(rows) & state.blocks.has_copy(rows, Tier.DEVICE)]
     for pool, members in state.by_pool(rows):
         slots = state.blocks.slot[Tier.DEVICE][members].astype(np.int64)
         ArenaTables(arenas).open(Tier.DEVICE, pool, slots, state.blocks.id[members])
@@ -100,16 +99,14 @@ def _drop_lost_copies(
     arenas: dict[Tier, Arena],
     report: RecoveryReport,
 ) -> None:
-    rows = state.rows_in(tier)
-    before = len(rows)
-    for pool, members in list(state.by_pool(rows)):
-        slots = state.blocks.slot[tier][members].astype(np.int64)
-        sound = slots < budgets[tier] // state.slot_bytes(tier, pool)
+    before = state.copies(tier)
+    for pool, members in list(state.by_pool(state.rows_in(tier))):
+        sound = state.blocks.slot[tier][members] < budgets[tier] // state.slot_bytes(tier, pool)
         if tier is not Tier.DISK:
             sound &= _entries_agree(state, tier, arenas.get(tier), pool, members, sound)
         _drop_copies(state, tier, members[~sound])
     _drop_copies(state, tier, _over_budget(state, tier, budgets[tier]))
-    report.tiers[tier].kept = len(state.rows_in(tier))
+    report.tiers[tier].kept = state.copies(tier)
     report.tiers[tier].dropped = before - report.tiers[tier].kept
 
 
