@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import mmap
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -98,3 +100,33 @@ def test_memory_is_there_before_it_is_touched_and_its_content_stays() -> None:
 def _resident_bytes() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * mmap.PAGESIZE
+
+
+PASSING = """
+import threading
+from pathlib import Path
+import numpy as np
+from tierkv.service.runtime import keep_objects, set_interpreter
+
+def own_kib():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+def work():
+    np.ones(3 << 20)  # glibc now keeps arrays of less than this in its heaps
+    kept.append([np.ones(1 << 18) for _ in range(64)][::8])
+
+set_interpreter()
+kept = []
+before = own_kib()
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+keep_objects()
+print(own_kib() - before)
+"""
+
+
+def test_memory_that_a_thread_of_a_start_needed_goes_back_to_the_kernel() -> None:
+    done = subprocess.run([sys.executable, "-c", PASSING], check=True, stdout=subprocess.PIPE)
+    assert int(done.stdout) < (16 + 8) << 10  # KiB; 16 MiB of 128 are kept

@@ -25,15 +25,9 @@ GC_THRESHOLDS = (50_000, 50, 1000)
 """Objects that survive, and runs over younger ones, until the collector looks: seldom, for what a
 request leaves behind is no garbage that it would have to find."""
 
-PASSING_BYTES = 1 << 20
-"""A start leaves nothing of arrays of this size and more."""
-
-REUSED_BYTES = 32 << 20
-"""Arrays of requests up to this size have memory that was there before, as glibc would have it."""
-
-# From malloc.h.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
+# From malloc.h. By itself glibc makes a heap for each thread, up to so many for each CPU.
+_M_ARENA_MAX = -8
+_HEAPS_PER_CPU = 8
 
 NICE = 10
 """Added to the niceness of threads that move bytes: latency is the loop's, throughput theirs."""
@@ -46,25 +40,28 @@ def set_interpreter() -> None:
     """Set what the whole process shares: how threads take turns, when garbage is collected."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(*GC_THRESHOLDS)
-    _reuse_memory(PASSING_BYTES)
+    _limit_heaps(1)
 
 
 def keep_objects() -> None:
     """All objects there are now are here to stay: the collector looks at them no more.
 
-    And of those that come, memory is used again and again.
+    What memory a start needed and does not any more goes back to the kernel.
     """
     gc.collect()
     gc.freeze()
-    _reuse_memory(REUSED_BYTES)
-
-
-def _reuse_memory(less_than_bytes: int) -> None:
-    """Memory of larger arrays goes back to the kernel with them."""
-    # Only glibc has it. By itself it would keep as much as a start needed, for each thread.
     with contextlib.suppress(AttributeError):
-        libc().mallopt(_M_MMAP_THRESHOLD, less_than_bytes)
-        libc().mallopt(_M_TRIM_THRESHOLD, 2 * less_than_bytes)
+        libc().malloc_trim(0)
+    _limit_heaps(_HEAPS_PER_CPU * (os.cpu_count() or 1))
+
+
+def _limit_heaps(count: int) -> None:
+    """All threads to come share so many heaps. Until a start is over it is one: memory that is free
+    at the end of another one would stay there for good.
+    """
+    # Only glibc has them.
+    with contextlib.suppress(AttributeError):
+        libc().mallopt(_M_ARENA_MAX, count)
 
 
 def step_back() -> None:
