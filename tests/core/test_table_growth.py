@@ -53,10 +53,11 @@ def test_it_finds_what_a_dict_finds_at_any_time(seed: int, spread: int) -> None:
 def test_the_array_to_come_is_made_ready_and_used() -> None:
     tried = HashTable(1024)
     hi = np.arange(2000, dtype=np.uint64)
-    assert not tried.ahead()
+    assert not tried.ahead(2000)
     tried.put(np.arange(400), hi, hi)
-    (coming,) = tried.ahead()
+    assert not tried.ahead(512)  # it never gets too full
+    (coming,) = tried.ahead(2000)
     tried.put(np.arange(400, 600), hi, hi)
     assert np.count_nonzero(coming)
-    assert not tried.ahead()
+    assert not tried.ahead(2000)
     assert tried.get(hi[:700], hi[:700], hi, hi).tolist() == [*range(600), *[-1] * 100]

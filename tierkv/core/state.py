@@ -260,9 +260,16 @@ class State:
         sets = (self.row_set, *self.slots.values())
         return [
             *self.blocks.ahead(),
-            *self.index.ahead(),
+            *self.index.ahead(self._blocks_max()),
             *(one for numbers in sets for one in numbers.ahead()),
         ]
+
+    def _blocks_max(self) -> int:
+        """How many blocks the tiers can hold, if they fit their smallest slots."""
+        most = dict.fromkeys(Tier, 0)
+        for (tier, _), slots in self.slots.items():
+            most[tier] = max(most[tier], slots.capacity)
+        return sum(most.values())
 
     def reindex(self) -> None:
         """Get the free lists ready for live work, after recovery. Mutates."""

@@ -58,15 +58,16 @@ class HashTable:
         """Bytes of memory the table takes."""
         return self._now.values.nbytes + (self._old.values.nbytes if self._old else 0)
 
-    def ahead(self) -> list[Memory]:
+    def ahead(self, rows_max: int) -> list[Memory]:
         """What it will write to next: the array to come, when the present one is nearly full.
 
-        Mutates: makes it.
+        ``rows_max``: so many rows there will ever be. Mutates: makes it.
 
         A few requests would touch all of that one's pages.
         """
         places = len(self._now.values)
-        if self._next is None and self._count > PREPARE * LOAD_MAX * places:
+        full = LOAD_MAX * places
+        if self._next is None and self._count > PREPARE * full and rows_max > full:
             self._next = self._array(2 * places)
         return [self._next.values] if self._next is not None else []
 
