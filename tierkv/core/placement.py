@@ -21,7 +21,7 @@ from tierkv.core.holds import Holds
 from tierkv.core.ids import I64, RAM_TIERS, U64, Bool, Tier
 from tierkv.core.policy import EvictionPolicy
 from tierkv.core.records import Kind, Records, of_copies
-from tierkv.core.restart_order import restart_order
+from tierkv.core.restart_order import PART_ROWS, restart_order
 from tierkv.core.slot_tables import SlotTables
 from tierkv.core.slots import NONE
 from tierkv.core.space import Memory
@@ -535,7 +535,9 @@ class Placement:
     def list_all(self) -> None:
         """Enter every copy into its tier's order, after recovery. Mutates."""
         rows = self.state.live_rows()
-        self.touch(rows[restart_order(self.state.blocks, rows)])
+        order = restart_order(self.state.blocks, rows)
+        for at in range(0, len(order), PART_ROWS):
+            self.touch(rows[order[at : at + PART_ROWS]])
 
     def clean_down(self, rows: I64, ids: U64) -> Flow[int]:
         """Write sealed blocks to disk that are not there yet (write-behind)."""

@@ -15,6 +15,8 @@ import numpy as np
 from tierkv.core.blocks import Blocks
 from tierkv.core.ids import I64, U64
 
+PART_ROWS = 1 << 16
+
 _HALF = np.uint64(32)
 _LOW = np.uint64(2**32 - 1)
 
@@ -29,10 +31,7 @@ def restart_order(blocks: Blocks, rows: I64) -> I64:
         return np.zeros(0, np.int64)
     # Here and below, what is to be sorted has long ascending parts: a stable sort makes use of it.
     by_id = np.argsort(blocks.id[rows], kind="stable")
-    there = rows[by_id]
-    runs = _Runs.of(blocks.id[there], blocks.parent[there])
-    del there
-    return np.asarray(by_id[runs.order()])
+    return np.asarray(by_id[_Runs.of(blocks, rows, by_id).order()])
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,19 @@ class _Runs:
     up: I64
 
     @classmethod
-    def of(cls, ids: U64, parents: U64) -> _Runs:
-        """The runs of blocks whose ids ascend."""
-        begins = np.ones(len(ids), np.bool_)
-        begins[1:] = parents[1:] != ids[:-1]
+    def of(cls, blocks: Blocks, rows: I64, by_id: I64) -> _Runs:
+        """The runs of the blocks in these rows, whose ids ascend in the order ``by_id``."""
+        before, begins = np.zeros(len(rows) + 1, np.uint64), np.empty(len(rows), np.bool_)
+        ids = before[1:]
+        # Some at a time: to touch new memory takes longer than to look at what is there.
+        for start in range(0, len(rows), PART_ROWS):
+            part = slice(start, min(start + PART_ROWS, len(rows)))
+            members = rows[by_id[part]]
+            ids[part] = blocks.id[members]
+            begins[part] = blocks.parent[members] != before[part]
+        begins[0] = True
         head = np.flatnonzero(begins)
-        named = parents[head]
+        named = blocks.parent[rows[by_id[head]]]
         parent, up = np.full((2, len(head)), -1)
         known = np.flatnonzero(named)
         at = np.minimum(np.searchsorted(ids, named[known]), len(ids) - 1)
@@ -93,7 +99,9 @@ class _Runs:
         end, length = end[order], (end - start + 1)[order]
         # Each of them from its end on: it begins where those before it leave off.
         before = np.cumsum(length) - length
-        return np.repeat(end + before, length) - np.arange(int(length.sum()))
+        places = np.repeat(end + before, length)
+        places -= np.arange(len(places))
+        return places
 
     def _youngest(self, end: I64, run: I64) -> U64:
         """The place of the youngest block among those of a stretch and below them, shape [s].
