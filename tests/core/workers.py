@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -510,7 +509,8 @@ class Run:
         self.trace.append("restart")
         self.scheduler.tasks.clear()
         world = self.world
-        world.state = deepcopy(self.shadow)  # what replay gives, as every step has shown
+        world.state = world.revived()
+        check_same(world.state, self.shadow)
         for worker in list(self.workers):
             if self.random.random() < 0.3:
                 worker.dead = True

@@ -21,6 +21,8 @@ from tierkv.core.placement import Placement
 from tierkv.core.planner import Limits, Planner
 from tierkv.core.policy import SCAN
 from tierkv.core.prefix import chain_hashes
+from tierkv.core.records import join
+from tierkv.core.replay import replay
 from tierkv.core.slot_tables import BlockEntries
 from tierkv.core.state import PoolShape, State
 from tierkv.core.structures import Structures
@@ -176,6 +178,13 @@ class World:
         state = self.empty()
         for records in self.log:
             state.apply(records)
+        return state
+
+    def revived(self) -> State:
+        """The state as a daemon has it that comes back: of native structures, from the log."""
+        state = self._new(structures(load({})))
+        replay(state, join(self.log))
+        state.take_changes()
         return state
 
     def chain(self, tokens: list[int], seed: bytes = b"n" * 16) -> Chain:

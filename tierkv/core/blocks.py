@@ -248,6 +248,11 @@ class Blocks:
         """Which of the rows have a copy in a slower tier than this one, shape [n]."""
         return np.asarray(_HAS_BELOW[tier][self._where[rows]])
 
+    def count_tiers(self, rows: I64) -> list[int]:
+        """For how many of the rows each tier is the fastest that has a copy."""
+        counts: list[int] = np.bincount(self.best_tier(rows), minlength=len(Tier)).tolist()
+        return counts[: len(Tier)]
+
     def may_leave(self, rows: I64, tier: Tier) -> Bool:
         """Which of the rows have a copy in the tier that no worker maps, shape [n]."""
         may = self.has_copy(rows, tier)

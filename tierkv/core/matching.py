@@ -115,5 +115,5 @@ class Matcher:
 
     def count_tiers(self, rows: I64) -> TierCounts:
         """How many of the rows have their best copy in which tier."""
-        counts = np.bincount(self._state.blocks.best_tier(rows), minlength=len(Tier))
-        return int(counts[0]), int(counts[1]), int(counts[2])
+        device, host, disk = self._state.blocks.count_tiers(rows)
+        return device, host, disk

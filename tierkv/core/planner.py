@@ -229,7 +229,7 @@ class Planner:
             coming.arrived()
         sequence = self._sequences.find(lease, local)
         if self.placement.usable_as_is(rows):
-            return self._begun(sequence, chain, self.state.blocks.best_tier(rows))
+            return self._begun(sequence, chain, self.state.blocks.count_tiers(rows))
         return (yield from self._bring_prefix(sequence, chain, coming))
 
     def _acquire_again(
@@ -282,14 +282,14 @@ class Planner:
         usable = min(usable, self._matcher.proven(rows[:usable], chain))
         if usable < len(rows):
             self._sequences.truncate(sequence, usable)
-        return self._begun(sequence, chain, by_tier[:usable])
+        hits = np.bincount(by_tier[:usable], minlength=len(Tier)).tolist()
+        return self._begun(sequence, chain, hits)
 
-    def _begun(self, sequence: Sequence, chain: Chain, by_tier: I64) -> TableView:
-        """The sequence stands on cached blocks, which were in these tiers before."""
+    def _begun(self, sequence: Sequence, chain: Chain, hits: list[int]) -> TableView:
+        """The sequence stands on cached blocks, of which so many were in each tier before."""
         # Recency of the lower copies; and on disk only those of active blocks may leave.
         self.placement.touch(sequence.rows[::-1])
         view = self._sequences.view(sequence)
-        hits = np.bincount(by_tier, minlength=len(Tier)).tolist()
         tokens = chain.tokens.shape[1]
         self.placement.counters.looked_up(
             len(chain) * tokens,

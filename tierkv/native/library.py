@@ -54,6 +54,10 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         ctypes.c_int64,
         (*_COLUMN, _POINTER, _POINTER, *_COLUMN, _U64, ctypes.c_uint16),
     ),
+    "tierkv_chain": (
+        ctypes.c_int64,
+        (*[_POINTER] * 4, _SIZE, _U64, ctypes.c_uint16, _POINTER, _POINTER),
+    ),
     "tierkv_places_put": (ctypes.c_int, (*_PLACES, *_COLUMN, _POINTER, _SIZE)),
     "tierkv_places_remove": (ctypes.c_int, (*_PLACES, *_COLUMN, _POINTER, _SIZE, _POINTER)),
     "tierkv_evict": (
@@ -69,6 +73,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "tierkv_rows_alloc": (ctypes.c_int, (_POINTER, *_LIST)),
     "tierkv_rows_may_seal": (ctypes.c_int, (_POINTER, *_LIST, _POINTER, _POINTER, _POINTER)),
     "tierkv_rows_seal": (None, (_POINTER, *_LIST)),
+    "tierkv_rows_count": (ctypes.c_int, (_POINTER, *_LIST, _POINTER)),
     "tierkv_rows_drop": (ctypes.c_int64, (_POINTER, *_LIST, _POINTER)),
     "tierkv_rows_ref": (ctypes.c_int, (_POINTER, *_LIST, ctypes.c_int)),
     "tierkv_rows_unref": (ctypes.c_int64, (_POINTER, *_LIST, ctypes.c_int, _POINTER)),

@@ -134,6 +134,14 @@ class NativeBlocks(Blocks):
         _require(done)
         return [of[:count] for of, count in zip(slots, counts.tolist(), strict=True)]
 
+    def count_tiers(self, rows: I64) -> list[int]:
+        """See Blocks."""
+        counts = np.zeros(len(Tier) + 1, np.int64)
+        done = self._library.tierkv_rows_count(self._at, address(rows), len(rows), address(counts))
+        _require(done)
+        in_tier: list[int] = counts[:-1].tolist()
+        return in_tier
+
     def may_leave(self, rows: I64, tier: Tier) -> Bool:
         """See Blocks."""
         may = np.empty(len(rows), np.bool_)

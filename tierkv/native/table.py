@@ -13,6 +13,7 @@ from tierkv.core.table import HashTable, Places
 from tierkv.errors import require
 from tierkv.native.library import Library
 from tierkv.native.memory import LastingAddresses, address
+from tierkv.native.structures import NativeBlocks
 
 QUICK_ROWS_MAX = 1 << 16
 """More rows than this are worth giving the GIL away for."""
@@ -65,6 +66,21 @@ class NativeTable(HashTable):
                 address(halves), len(halves), address(seen), len(seen) - 1
             )
         )
+
+    def get_chain(
+        self, hi: U64, lo: U64, blocks: Blocks, namespace: int, parent: int
+    ) -> tuple[I64, bool]:
+        """See HashTable."""
+        if self.grows or not isinstance(blocks, NativeBlocks):
+            return super().get_chain(hi, lo, blocks, namespace, parent)
+        rows, broken = np.empty(len(lo), np.int64), ctypes.c_uint8()
+        hi, lo = np.ascontiguousarray(hi), np.ascontiguousarray(lo)
+        count = self._library.quick.tierkv_chain(
+            *(self.lent(), blocks.lent(), address(hi), address(lo), len(lo)),
+            *(parent, namespace, address(rows), ctypes.addressof(broken)),
+        )
+        require(count >= 0, FITS)
+        return rows[:count], bool(broken.value)
 
     def _linked(self, rows: I64, blocks: Blocks, namespace: int, parent: int) -> int:
         linked = self._library.quick.tierkv_linked(

@@ -151,6 +151,18 @@ EXPORT int tierkv_rows_may_leave(
     return 0;
 }
 
+/* For how many rows each tier is the fastest that has a copy; those without any come last. */
+EXPORT int tierkv_rows_count(
+    const Blocks *blocks, const int64_t *rows, size_t count, int64_t *in_tier
+) {
+    if (!all_rows(blocks, rows, count)) return NO_ROW;
+    int64_t as[1 << TIERS] = {0};
+    for (size_t n = 0; n < count; n++) as[blocks->where[rows[n]]]++;
+    in_tier[TIERS] = as[0];
+    for (unsigned where = 1; where < 1 << TIERS; where++) in_tier[__builtin_ctz(where)] += as[where];
+    return 0;
+}
+
 /* Whether a value is there twice. ``seen`` has room for ``mask`` + 1 zeroes, at least 2 x ``count``. */
 EXPORT int tierkv_repeats(const uint64_t *values, size_t count, uint32_t *seen, uint64_t mask) {
     for (size_t n = 0; n < count; n++) {

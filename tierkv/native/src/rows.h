@@ -13,6 +13,11 @@
 #define INDEXED 2
 #define PREFETCH_AHEAD 16
 
+/* Keys of the hash table whose cache misses overlap, and how many places behind a row are looked at
+ * ahead of its removal: most runs end before. */
+#define GROUP 32
+#define BEHIND 3
+
 enum { FREE, HELD, USED };
 enum { NO_ROW = -1, OTHER_BLOCK = -2, NOT_SO = -3 };
 

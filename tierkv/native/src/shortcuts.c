@@ -24,6 +24,23 @@ static int may_leave(const Blocks *blocks, size_t row, unsigned tier) {
     return (blocks->where[row] & bit_of(tier)) && !mapped;
 }
 
+/* Ask for all that taking the next rows out of the array will look at. */
+static void prefetch_group(
+    const Blocks *blocks, const Places *places, const Record *records, size_t count
+) {
+    if (count > GROUP) count = GROUP;
+    for (size_t n = 0; n < count; n++) __builtin_prefetch(blocks->hash_lo + records[n].key, 1);
+    for (size_t n = 0; n < count; n++)
+        __builtin_prefetch(places->places + (blocks->hash_lo[records[n].key] & places->mask), 1);
+    for (size_t n = 0; n < count; n++) {
+        uint64_t at = blocks->hash_lo[records[n].key] & places->mask;
+        for (int ahead = 0; ahead <= BEHIND && places->places[at]; ahead++) {
+            __builtin_prefetch(blocks->hash_lo + (places->places[at] - 1));
+            at = (at + 1) & places->mask;
+        }
+    }
+}
+
 /* ``count`` blocks leave a tier, the least recently used first. All of it is of one pool, and nobody
  * reads copies there now.
  *
@@ -53,6 +70,7 @@ EXPORT int tierkv_evict(
     }
     touches->head = at;
     for (size_t n = 0; n < count; n++) {
+        if (n % GROUP == 0) prefetch_group(blocks, places, records + n, count - n);
         Record *record = records + n;
         size_t row = record->key;
         uint32_t slot = blocks->slot[tier][row];

@@ -8,10 +8,6 @@
 
 #define EMPTY 0u
 #define TOMBSTONE 0xFFFFFFFFu
-#define GROUP 32
-/* How many places behind a row are looked at ahead of its removal. Most runs end before. */
-#define BEHIND 3
-
 static int is_row(int64_t row, size_t length) { return (uint64_t)row < length; }
 
 static size_t end_of_group(size_t start, size_t count) {
@@ -154,6 +150,52 @@ EXPORT int64_t tierkv_linked(
         if (!is_row(rows[n], length)) return -1;
         if (parents[rows[n]] != parent || namespaces[rows[n]] != namespace) return (int64_t)n;
         parent = ids[rows[n]];
+    }
+    return (int64_t)count;
+}
+
+static void prefetch_row(const Blocks *blocks, size_t row) {
+    __builtin_prefetch(blocks->hash_lo + row);
+    __builtin_prefetch(blocks->hash_hi + row);
+    __builtin_prefetch(blocks->parent + row);
+    __builtin_prefetch(blocks->namespace + row);
+    __builtin_prefetch(blocks->id + row);
+}
+
+/* Rows of the longest chain under ``count`` keys, each a block of the namespace whose parent is the
+ * one before it, the first one's ``parent``; returns how many. ``broken``: whether it ends at a block
+ * that has the name but another parent or namespace. */
+EXPORT int64_t tierkv_chain(
+    const Places *table, const Blocks *blocks, const uint64_t *hi, const uint64_t *lo, size_t count,
+    uint64_t parent, uint16_t namespace, int64_t *rows, uint8_t *broken
+) {
+    const uint32_t *places = table->places;
+    uint64_t mask = table->mask;
+    *broken = 0;
+    for (size_t n = 0; n < count && n < GROUP; n++) __builtin_prefetch(places + (lo[n] & mask));
+    for (size_t n = 0; n < count; n++) {
+        if (n % GROUP == 0) {
+            for (size_t ahead = n; ahead < end_of_group(n, count); ahead++) {
+                uint32_t value = places[lo[ahead] & mask];
+                if (value != EMPTY && value <= blocks->length) prefetch_row(blocks, value - 1);
+                if (ahead + GROUP < count) __builtin_prefetch(places + (lo[ahead + GROUP] & mask));
+            }
+        }
+        size_t row = blocks->length;
+        uint64_t at = lo[n] & mask;
+        for (uint32_t value; (value = places[at]) != EMPTY; at = (at + 1) & mask) {
+            if (value > blocks->length) return -1;
+            if (blocks->hash_lo[value - 1] != lo[n] || blocks->hash_hi[value - 1] != hi[n]) continue;
+            row = value - 1;
+            break;
+        }
+        if (row == blocks->length) return (int64_t)n;
+        if (blocks->parent[row] != parent || blocks->namespace[row] != namespace) {
+            *broken = 1;
+            return (int64_t)n;
+        }
+        rows[n] = (int64_t)row;
+        parent = blocks->id[row];
     }
     return (int64_t)count;
 }
