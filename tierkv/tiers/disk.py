@@ -63,7 +63,8 @@ PREFIX_BYTES = 32
 STORE_BYTES = 16
 
 WRITE_BYTES = 8 << 20
-"""Neighbouring slots are written together up to this size: the fewer calls, the better."""
+"""Neighbouring blocks are written together up to this size: the fewer calls, the better. The device
+does not begin before the first ones are checked, so there is an end to that."""
 
 READ_BYTES = 1 << 20
 """And read together up to this one: what has arrived is checked while the rest is on its way."""
@@ -137,7 +138,7 @@ class _Pool:
         self.require_slots(slots)
         return consecutive_runs(
             slots,
-            length_max=min(MERGE_SLOTS_MAX, max(1, bytes_max // self.slot_bytes)),
+            length_max=min(MERGE_SLOTS_MAX, max(1, bytes_max // self.block_bytes)),
             boundary=self.segments.slots_per_segment,
         )
 
@@ -286,17 +287,21 @@ class DiskTier:
         """Write blocks from the arena into disk slots (both shape [n]).
 
         Never writes a block whose payload does not have the checksum in its entry. Gives the rest
-        of the batch up after the first error; what is written before it stays written. Raises
+        of the batch up after the first error; what is written by then stays written. Raises
         nothing for the medium's errors: they are in the result.
 
-        The device begins with each piece at once, while the next one is checked and written: so
-        ``sync`` finds most of the work done, and little memory waits to be written.
+        The device begins with each piece at once, while the next ones are checked: so ``sync``
+        finds most of the work done, and little memory waits to be written.
         """
         known = self._pool(pool)
         require(arena.block_bytes(pool) == known.block_bytes, "arena and disk have the same pools")
         written, intact = np.zeros(len(slots), np.bool_), np.zeros(len(slots), np.bool_)
         sum_hi, sum_lo = np.zeros(len(slots), np.uint64), np.zeros(len(slots), np.uint64)
-        for run in known.runs(slots, WRITE_BYTES):
+        failures: list[TierFull | TierFailed] = []
+
+        def write_piece(run: I64) -> None:
+            if failures:
+                return
             # Checked just before it is written: its bytes are still in the processor's cache.
             entries, sound = _checked_source(arena, pool, arena_slots[run])
             entries, good = entries[sound], run[sound]
@@ -308,9 +313,12 @@ class DiskTier:
                 buffers = memory.of(np.arange(len(part)), arena_slots[indices])
                 failure = self._write_run(known, int(slots[indices[0]]), buffers)
                 if failure is not None:
-                    return WriteResult(written, intact, sum_hi, sum_lo, failure)
+                    failures.append(failure)
+                    return
                 written[indices] = True
-        return WriteResult(written, intact, sum_hi, sum_lo, None)
+
+        self._io.writes.each(write_piece, known.runs(slots, WRITE_BYTES))
+        return WriteResult(written, intact, sum_hi, sum_lo, failures[0] if failures else None)
 
     def read(
         self, pool: int, slots: U32, expected_ids: U64, arena: Arena, arena_slots: U32
@@ -396,7 +404,7 @@ class DiskTier:
         for pool in self._pools.values():
             pool.segments.close()
         self._pools.clear()
-        self._io.reads.close()
+        self._io.close()
 
     def _pool(self, pool: int) -> _Pool:
         try:

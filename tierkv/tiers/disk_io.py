@@ -11,6 +11,7 @@ from tierkv.tiers.linux import takes_direct_io
 from tierkv.tiers.reads import Reads, SerialReads, ThreadReads
 from tierkv.tiers.storage import BlockStorage
 from tierkv.tiers.uring import RingReads
+from tierkv.tiers.writes import SerialWrites, ThreadWrites, Writes
 
 log = logging.getLogger(__name__)
 
@@ -20,15 +21,19 @@ READERS = 2
 THREADS = 4
 """Threads that share the reads of all requests where there is no io_uring."""
 
+WRITERS = 3
+"""Threads that share the writes of all requests: one checks while the device has two to do."""
+
 ReadBy = Literal["auto", "uring", "threads"]
 Direct = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, slots=True)
 class DiskIO:
-    """``reads`` carries reads out; ``direct``: reads and writes go past the page cache."""
+    """``reads`` and ``writes`` carry out; ``direct``: both go past the page cache."""
 
     reads: Reads
+    writes: Writes
     direct: bool
 
     @property
@@ -36,10 +41,15 @@ class DiskIO:
         """For people: "io_uring, direct"."""
         return f"{self.reads.name}, {'direct' if self.direct else 'through the page cache'}"
 
+    def close(self) -> None:
+        """Give threads and descriptors back."""
+        self.reads.close()
+        self.writes.close()
+
 
 def serial_io(storage: BlockStorage, directory: str) -> DiskIO:
-    """One read after the other through the page cache: for storage that is no real one."""
-    return DiskIO(SerialReads(storage), direct=False)
+    """One thing after the other through the page cache: for storage that is no real one."""
+    return DiskIO(SerialReads(storage), SerialWrites(), direct=False)
 
 
 def open_disk_io(
@@ -56,7 +66,7 @@ def open_disk_io(
             f'disk.direct is "on", but files in {directory} cannot be read past the page cache'
             " (O_DIRECT)"
         )
-    return DiskIO(_open_reads(storage, read_by), goes_direct)
+    return DiskIO(_open_reads(storage, read_by), ThreadWrites(WRITERS), goes_direct)
 
 
 def _open_reads(storage: BlockStorage, read_by: ReadBy) -> Reads:
