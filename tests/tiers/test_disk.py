@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import threading
@@ -19,14 +20,14 @@ from tierkv_wal import RealStorage
 from tests.tiers.sums import checksum
 from tierkv.core.state import PoolShape
 from tierkv.errors import InvariantViolation, TierFailed, TierFull
+from tierkv.tiers import uring
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.arena_files import ArenaFiles
 from tierkv.tiers.copy import verify_blocks
 from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.disk_io import DiskIO
 from tierkv.tiers.entry import make_entries
-from tierkv.tiers.reads import Read
-from tierkv.tiers.uring import Ring
+from tierkv.tiers.reads import ReadList
 
 BLOCK_BYTES = 5000
 SLOT_BYTES = 4096 + 8192
@@ -94,16 +95,17 @@ class FaultyStorage(RealStorage):
 @pytest.fixture
 def storage(monkeypatch: pytest.MonkeyPatch) -> FaultyStorage:
     faulty = FaultyStorage()
-    add = Ring._add
+    submissions_of = uring.submissions_of
 
-    def add_or_refuse(ring: Ring, at: int, read: Read) -> None:
-        bad = faulty.refuse_offset
-        if bad is not None and read.offset <= bad < read.offset + sum(map(len, read.buffers)):
-            # The kernel itself refuses this one.
-            read = read._replace(fd=-1)
-        add(ring, at, read)
+    def with_a_bad_one(reads: ReadList) -> np.ndarray:
+        bad, ends = faulty.refuse_offset, reads.offsets + reads.sizes()
+        if bad is not None:
+            # The kernel itself refuses these.
+            hit = (reads.offsets <= bad) & (bad < ends)
+            reads = dataclasses.replace(reads, fds=np.where(hit, -1, reads.fds))
+        return submissions_of(reads)
 
-    monkeypatch.setattr(Ring, "_add", add_or_refuse)
+    monkeypatch.setattr(uring, "submissions_of", with_a_bad_one)
     return faulty
 
 
@@ -412,7 +414,7 @@ def test_a_bad_sector_costs_one_block_of_a_batch(
     result = disk.read(POOL, u32(0, 1, 2), u64(1, 2, 3), arena, u32(4, 5, 6))
     assert result.ok.tolist() == [True, False, True]
     assert isinstance(result.error, TierFailed)
-    assert "5000x16-00000000.seg: [Errno 5] bad sector" in result.error.message
+    assert "5000x16-00000000.seg: [Errno 5] Input/output error" in result.error.message
     assert disk.read_errors == 2  # the batch, then the block alone
     assert verify_blocks(arena, POOL, u32(4, 6), u64(1, 3)).all()
     storage.refuse_offset = None

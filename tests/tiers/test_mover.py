@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class RefusingStorage(RealStorage):
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         if self.refuse:
-            raise OSError(errno.EIO, "input/output error")
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         return super().preadv(fd, buffers, offset)
 
 
@@ -53,7 +54,7 @@ def test_what_the_disk_refuses_to_read_is_not_called_damaged(
     up = Move(POOL, IDS, Tier.DISK, slots(3, 4), Tier.DEVICE, slots(5, 6))
     assert mover.perform(down).ok.all()
     storage.refuse = True
-    with pytest.raises(TierFailed, match=r"cannot read .*input/output error"):
+    with pytest.raises(TierFailed, match=r"cannot read .*Input/output error"):
         mover.perform(up)
     storage.refuse = False
     assert mover.perform(up).ok.all()

@@ -26,8 +26,9 @@ from tierkv.errors import ConfigError
 from tierkv.tiers import uring
 from tierkv.tiers.disk_io import open_disk_io
 from tierkv.tiers.linux import takes_direct_io
-from tierkv.tiers.reads import Read, Reads, SerialReads, ThreadReads
-from tierkv.tiers.uring import DEPTH, REAP, Ring, RingReads
+from tierkv.tiers.pieces import pieces_of
+from tierkv.tiers.reads import ReadList, Reads, SerialReads, ThreadReads
+from tierkv.tiers.uring import DEPTH, REAP, REAP_BYTES, Ring, RingReads
 
 PAGE = 4096
 PAGES = 300
@@ -79,14 +80,32 @@ def memory() -> np.ndarray:
     return np.frombuffer(mmap.mmap(-1, PAGES * PAGE), np.uint8).reshape(PAGES, PAGE)
 
 
-def single_pages(fd: int, memory: np.ndarray, order: list[int]) -> Iterator[Read]:
+Asked = tuple[int, int, list[int]]
+"""File, page of the file, and the pages of memory that are filled from there on."""
+
+
+def read_list(memory: np.ndarray, asked: list[Asked]) -> ReadList:
+    """The reads into pages of memory."""
+    return ReadList(
+        np.array([fd for fd, _, _ in asked], np.int64),
+        np.array([page * PAGE for _, page, _ in asked], np.int64),
+        np.array([len(into) for _, _, into in asked], np.int64),
+        pieces_of(memory, np.array([page for *_, into in asked for page in into], np.int64)),
+    )
+
+
+def single_pages(fd: int, memory: np.ndarray, order: list[int]) -> ReadList:
     """Page by page, in this order; the first one of the order goes to the first of memory."""
-    for at, page in enumerate(order):
-        yield Read(fd, page * PAGE, [memory[at].data])
+    return read_list(memory, [(fd, page, [at]) for at, page in enumerate(order)])
 
 
-def everything(reads: Reads, asked: Iterator[Read]) -> dict[int, int | OSError]:
-    return {at: done for batch in reads.read(asked) for at, done in batch}
+def everything(reads: Reads, asked: ReadList) -> dict[int, int]:
+    """What each read got."""
+    return {
+        number: got
+        for done in reads.read(asked)
+        for number, got in zip(done.numbers.tolist(), done.got.tolist(), strict=True)
+    }
 
 
 def test_every_read_is_done_once_with_the_right_bytes(
@@ -94,19 +113,20 @@ def test_every_read_is_done_once_with_the_right_bytes(
 ) -> None:
     order = random.Random(2).sample(range(PAGES), PAGES)
     batches = list(reads.read(single_pages(file, memory, order)))
-    done = [at for batch in batches for at, _ in batch]
-    assert sorted(done) == list(range(PAGES))
-    assert {size for batch in batches for _, size in batch} == {PAGE}
+    assert np.sort(np.concatenate([done.numbers for done in batches])).tolist() == [*range(PAGES)]
+    assert {got for done in batches for got in done.got.tolist()} == {PAGE}
     np.testing.assert_array_equal(memory, content[order])
-    assert everything(reads, iter(())) == {}
+    assert everything(reads, read_list(memory, [])) == {}
 
 
-def test_buffers_are_filled_one_after_the_other(
+def test_pieces_are_filled_one_after_the_other(
     reads: Reads, file: int, memory: np.ndarray, content: np.ndarray
 ) -> None:
-    parts = [memory[page].data for page in (7, 3, 5)]
-    assert everything(reads, iter([Read(file, 10 * PAGE, parts)])) == {0: 3 * PAGE}
-    np.testing.assert_array_equal(memory[[7, 3, 5]], content[10:13])
+    asked = [(file, 10, [7, 3, 5]), (file, 2, [0]), (file, 20, [9, 8])]
+    done = everything(reads, read_list(memory, asked))
+    assert done == {0: 3 * PAGE, 1: PAGE, 2: 2 * PAGE}
+    into = [7, 3, 5, 0, 9, 8]
+    np.testing.assert_array_equal(memory[into], content[[10, 11, 12, 2, 20, 21]])
 
 
 @pytest.mark.parametrize("size", [0, 100, PAGE, 5 * PAGE + 700])
@@ -116,10 +136,10 @@ def test_a_file_that_ends_gives_what_it_has(
     path = tmp_path / "short"
     path.write_bytes(content.reshape(-1)[:size].tobytes())
     fd = STORAGE.open(str(path), direct=takes_direct_io(tmp_path))
-    asked = [Read(fd, page * PAGE, [memory[page].data]) for page in range(8)]
-    asked.append(Read(fd, 0, [memory[page].data for page in range(8, 20)]))
+    asked: list[Asked] = [(fd, page, [page]) for page in range(8)]
+    asked.append((fd, 0, list(range(8, 20))))
     expected = {page: min(max(size - page * PAGE, 0), PAGE) for page in range(8)}
-    assert everything(reads, iter(asked)) == {**expected, 8: size}
+    assert everything(reads, read_list(memory, asked)) == {**expected, 8: size}
     assert memory[8:20].reshape(-1)[:size].tobytes() == path.read_bytes()
     os.close(fd)
 
@@ -127,12 +147,9 @@ def test_a_file_that_ends_gives_what_it_has(
 def test_a_read_that_is_refused_leaves_the_others_alone(
     reads: Reads, file: int, memory: np.ndarray, content: np.ndarray
 ) -> None:
-    asked = list(single_pages(file, memory, list(range(100))))
-    asked[40] = asked[40]._replace(fd=-1)
-    done = everything(reads, iter(asked))
-    refused = done.pop(40)
-    assert isinstance(refused, OSError)
-    assert refused.errno == errno.EBADF
+    asked = [(-1 if page == 40 else file, page, [page]) for page in range(100)]
+    done = everything(reads, read_list(memory, asked))
+    assert done.pop(40) == -errno.EBADF
     assert set(done.values()) == {PAGE}
     np.testing.assert_array_equal(np.delete(memory[:100], 40, 0), np.delete(content[:100], 40, 0))
 
@@ -149,16 +166,6 @@ def test_who_stops_early_gets_no_more_bytes(
     np.testing.assert_array_equal(memory[0], content[5])
     assert not memory[1:].any()
     assert len(np.flatnonzero(seen.any(axis=1))) < PAGES
-
-
-def test_an_error_of_whoever_asks_ends_it(reads: Reads, file: int, memory: np.ndarray) -> None:
-    def asked() -> Iterator[Read]:
-        yield from single_pages(file, memory, list(range(50)))
-        raise ValueError("no more")
-
-    with pytest.raises(ValueError, match="no more"):
-        everything(reads, asked())
-    assert set(everything(reads, single_pages(file, memory, [0])).values()) == {PAGE}
 
 
 def test_several_threads_share_it(reads: Reads, file: int, content: np.ndarray) -> None:
@@ -191,24 +198,40 @@ def test_nothing_is_left_when_it_is_closed(way: str, file: int, memory: np.ndarr
 
 @pytest.mark.may_skip_in_ci
 def test_the_ring_is_kept_full_and_drained_in_small_batches(
-    ring: Ring, file: int, memory: np.ndarray
+    ring: Ring, file: int, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = list(range(PAGES))
-    taken = 0
+    plain, taken = uring._call, 0
 
-    def asked() -> Iterator[Read]:
+    def counting(number: int, *arguments: int) -> int:
         nonlocal taken
-        for read in single_pages(file, memory, order):
-            taken += 1
-            yield read
+        result = plain(number, *arguments)
+        if number == uring._ENTER and arguments[1]:
+            taken += result
+        return result
 
+    monkeypatch.setattr(uring, "_call", counting)
     done = 0
-    for batch in ring.read(STORAGE, asked()):
-        assert 1 <= len(batch) <= REAP
+    for batch in ring.read(STORAGE, single_pages(file, memory, list(range(PAGES)))):
+        assert 1 <= len(batch.numbers) <= REAP
         # What was done has been replaced before it is handed on.
-        assert taken == min(PAGES, done + len(batch) + DEPTH)
-        done += len(batch)
+        assert taken == min(PAGES, done + len(batch.numbers) + DEPTH)
+        done += len(batch.numbers)
     assert done == PAGES
+
+
+@pytest.mark.may_skip_in_ci
+def test_large_reads_are_handed_on_as_they_come(
+    ring: Ring, tmp_path: Path, content: np.ndarray
+) -> None:
+    path, size = tmp_path / "large", REAP_BYTES // PAGE
+    path.write_bytes(content.tobytes() * 8)
+    memory = np.frombuffer(mmap.mmap(-1, 4 * REAP_BYTES), np.uint8).reshape(-1, PAGE)
+    fd = STORAGE.open(str(path), direct=takes_direct_io(tmp_path))
+    asked = [(fd, at * size, list(range(at * size, (at + 1) * size))) for at in range(4)]
+    batches = list(ring.read(STORAGE, read_list(memory, asked)))
+    assert [len(batch.numbers) for batch in batches] == [1] * 4
+    assert memory.tobytes() == path.read_bytes()[: memory.nbytes]
+    os.close(fd)
 
 
 @pytest.mark.may_skip_in_ci
@@ -229,7 +252,7 @@ def test_what_the_kernel_has_no_room_for_is_read_all_the_same(
 
     monkeypatch.setattr(uring, "_call", short_of_memory)
     batches = list(ring.read(STORAGE, single_pages(file, memory, list(range(PAGES)))))
-    assert sorted(at for batch in batches for at, _ in batch) == list(range(PAGES))
+    assert np.sort(np.concatenate([done.numbers for done in batches])).tolist() == [*range(PAGES)]
     np.testing.assert_array_equal(memory, content)
     assert calls > PAGES // DEPTH
 

@@ -29,14 +29,16 @@ the checks. A reader learns from the log which id a slot should hold.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
 
+from tierkv.core.arrays import distinct
 from tierkv.core.ids import I64, U8, U32, U64, Bool
 from tierkv.core.spec import PAGE, slot_stride
 from tierkv.core.state import PoolShape
@@ -52,10 +54,11 @@ from tierkv.tiers.entry import (
     payload_sums,
     sums_agree,
 )
-from tierkv.tiers.reads import Done, Read
+from tierkv.tiers.pieces import buffers_of, pieces_of
+from tierkv.tiers.reads import Batches, Done, ReadList
 from tierkv.tiers.runs import consecutive_runs
 from tierkv.tiers.segments import Segments, shapes_present, tier_error
-from tierkv.tiers.storage import BlockStorage
+from tierkv.tiers.storage import BlockStorage, Buffers
 
 MAGIC = b"TKVBLK\x00\x01"
 FORMAT_VERSION = 2
@@ -118,6 +121,10 @@ class Scan:
     damaged: int
 
 
+_ZEROES, _SINK = np.zeros((2, 1, PAGE), np.uint8)
+"""Where the end of a slot comes from, and where it goes to, that no block fills."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Pool:
     block_bytes: int
@@ -164,6 +171,18 @@ class _Pool:
         pages[:, :PREFIX_BYTES] = self.prefix
         pages[:, PREFIX_BYTES : PREFIX_BYTES + size] = entries.view(np.uint8).reshape(-1, size)
         return pages
+
+    def pieces(self, headers: U8, rows: I64, memory: U8, slots: U32, end: U8) -> U64:
+        """What slots consist of, in the order they have on disk, shape [n x pieces of one, 2].
+
+        ``rows`` of the ``headers``, ``slots`` of an arena's ``memory``, n of each, and an ``end``
+        (shape [1, PAGE]) to fill the last page.
+        """
+        parts = [pieces_of(headers, rows), pieces_of(memory, slots)]
+        padding = self.slot_bytes - self.header_bytes - memory.shape[1]
+        if padding:
+            parts.append(pieces_of(end[:, :padding], np.zeros_like(rows)))
+        return np.stack(parts, axis=1).reshape(-1, 2)
 
     def unpack(self, pages: U8) -> tuple[Entries, Bool]:
         """The entries in header pages, and which pages are sound in every byte."""
@@ -309,9 +328,10 @@ class DiskTier:
             sum_hi[good], sum_lo[good] = entries["sum_hi"], entries["sum_lo"]
             for part in known.runs(slots[good], WRITE_BYTES):
                 indices = good[part]
-                memory = _Memory(known, known.pack(entries[part]), arena.slots(pool))
-                buffers = memory.of(np.arange(len(part)), arena_slots[indices])
-                failure = self._write_run(known, int(slots[indices[0]]), buffers)
+                headers, memory = known.pack(entries[part]), arena.slots(pool)
+                each = np.arange(len(part))
+                pieces = known.pieces(headers, each, memory, arena_slots[indices], _ZEROES)
+                failure = self._write_run(known, int(slots[indices[0]]), buffers_of(pieces))
                 if failure is not None:
                     failures.append(failure)
                     return
@@ -336,25 +356,27 @@ class DiskTier:
         arena.empty(pool, arena_slots)
         good = np.zeros(len(slots), np.bool_)
         headers = _pages(len(slots), known.header_bytes)
-        memory = _Memory(known, headers, arena.slots(pool))
         error: TierFailed | None = None
         runs = known.runs(slots, READ_BYTES)
         while runs:
             refused: list[I64] = []
-            firsts = [int(slots[run[0]]) for run in runs]
-            buffers = (memory.of(run, arena_slots[run]) for run in runs)
-            with closing(self._read_from(known, firsts, buffers)) as batches:
-                for batch in batches:
+            order, lengths = np.concatenate(runs), np.array(list(map(len, runs)))
+            pieces = known.pieces(headers, order, arena.slots(pool), arena_slots[order], _SINK)
+            firsts = slots[order[np.cumsum(lengths) - lengths]]
+            with closing(self._read_from(known, firsts, lengths, pieces)) as batches:
+                for numbers, got in batches:
                     arrived = [np.zeros(0, np.int64)]
-                    for at, done in batch:
-                        if not isinstance(done, OSError):
-                            arrived.append(runs[at][: known.blocks_in(done)])
-                        elif len(runs[at]) > 1:
+                    for number, bytes_got in zip(numbers.tolist(), got.tolist(), strict=True):
+                        run = runs[number]
+                        if bytes_got >= 0:
+                            arrived.append(run[: known.blocks_in(bytes_got)])
+                        elif len(run) > 1:
                             # The refusal may be about one slot: its neighbours get a chance.
-                            refused.extend(runs[at][:, None])
+                            refused.extend(run[:, None])
                         elif error is None:
-                            path, _ = self.place(pool, firsts[at])
-                            error = TierFailed(f"cannot read {path}: {done}", path=path)
+                            path, _ = self.place(pool, int(slots[run[0]]))
+                            why = OSError(-bytes_got, os.strerror(-bytes_got))
+                            error = TierFailed(f"cannot read {path}: {why}", path=path)
                     here = np.concatenate(arrived)
                     good[here] = _accept(
                         known, headers[here], expected_ids[here], arena, pool, arena_slots[here]
@@ -424,50 +446,48 @@ class DiskTier:
         readable = np.ones(len(slots), np.bool_)
         # In the order they have on disk.
         order = np.argsort(slots, kind="stable")
-        firsts = slots[order].tolist()
-        buffers = ([pages[index].data] for index in order.tolist())
-        with closing(self._read_from(known, firsts, buffers)) as batches:
-            for batch in batches:
-                for at, done in batch:
-                    if isinstance(done, OSError):
-                        readable[order[at]] = False
+        each = np.ones(len(order), np.int64)
+        reads = self._read_from(known, slots[order], each, pieces_of(pages, order))
+        with closing(reads) as batches:
+            for numbers, got in batches:
+                readable[order[numbers[got < 0]]] = False
         return pages, readable
 
-    def _read_from(
-        self, known: _Pool, firsts: Sequence[int], buffers: Iterable[list[memoryview]]
-    ) -> Generator[list[Done], None, None]:
-        """Fill buffers from slots on, as ``Reads`` does; without a segment no bytes come."""
-        asked: list[int] = []
-        others: list[Done] = []
+    def _read_from(self, known: _Pool, firsts: U32, lengths: I64, pieces: U64) -> Batches:
+        """Read from slots ``firsts`` (shape [n]) on, as ``Reads`` does.
 
-        def reads() -> Iterator[Read]:
-            for at, (slot, into) in enumerate(zip(firsts, buffers, strict=True)):
-                segment, offset = known.locate(slot)
-                try:
-                    fd = known.segments.fd_to_read(segment)
-                except OSError as error:
-                    others.append((at, error))
-                    continue
-                if fd is None:
-                    others.append((at, 0))
-                    continue
-                asked.append(at)
-                yield Read(fd, offset, into)
+        Each read fills as many of the ``pieces`` as its length is times what one slot has. Without
+        a segment no bytes come.
+        """
+        counts = lengths * (len(pieces) // max(1, int(lengths.sum())))
+        segments, places = np.divmod(firsts.astype(np.int64), known.segments.slots_per_segment)
+        fds, without = np.full(len(firsts), -1), np.zeros(len(firsts), np.int64)
+        for segment in distinct(segments).tolist():
+            try:
+                fd = known.segments.fd_to_read(segment)
+            except OSError as error:
+                without[segments == segment] = -(error.errno or errno.EIO)
+            else:
+                fds[segments == segment] = -1 if fd is None else fd
+        here, missing = np.flatnonzero(fds >= 0), np.flatnonzero(fds < 0)
+        asked = ReadList(
+            fds[here],
+            places[here] * known.slot_bytes,
+            counts[here],
+            pieces[np.repeat(fds >= 0, counts)],
+        )
+        with closing(self._io.reads.read(asked)) as batches:
+            for numbers, got in batches:
+                self._count_errors(got)
+                yield Done(here[numbers], got)
+        self._count_errors(without)
+        yield Done(missing, without[missing])
 
-        with closing(self._io.reads.read(reads())) as batches:
-            for batch in batches:
-                self._count_errors(batch)
-                yield [(asked[at], done) for at, done in batch]
-        self._count_errors(others)
-        yield others
-
-    def _count_errors(self, batch: list[Done]) -> None:
+    def _count_errors(self, got: I64) -> None:
         with self._counting:
-            self.read_errors += sum(isinstance(done, OSError) for _, done in batch)
+            self.read_errors += int(np.count_nonzero(got < 0))
 
-    def _write_run(
-        self, known: _Pool, slot: int, buffers: list[memoryview]
-    ) -> TierFull | TierFailed | None:
+    def _write_run(self, known: _Pool, slot: int, buffers: Buffers) -> TierFull | TierFailed | None:
         """Write consecutive slots by one call; returns why not, if it was refused."""
         segment, offset = known.locate(slot)
         try:
@@ -520,23 +540,3 @@ def _accept(known: _Pool, headers: U8, ids: U64, arena: Arena, pool: int, arena_
     ok[likely] = sums_agree(entries, likely, sums)
     arena.table(pool)[arena_slots[ok]] = entries[ok]
     return ok
-
-
-class _Memory:
-    """Header pages and an arena's slots, cut into the buffers that a run of disk slots needs."""
-
-    def __init__(self, known: _Pool, headers: U8, slots: U8) -> None:
-        self._header_bytes, self._stride = headers.shape[1], slots.shape[1]
-        self._headers, self._slots = headers.reshape(-1).data, slots.reshape(-1).data
-        padding = known.slot_bytes - known.header_bytes - self._stride
-        self._padding = [np.zeros(padding, np.uint8).data] if padding else []
-
-    def of(self, rows: I64, slots: U32) -> list[memoryview]:
-        """For these headers and arena slots (both shape [n]), in the order they have on disk."""
-        buffers: list[memoryview] = []
-        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
-            at, place = row * self._header_bytes, slot * self._stride
-            buffers.append(self._headers[at : at + self._header_bytes])
-            buffers.append(self._slots[place : place + self._stride])
-            buffers += self._padding
-        return buffers

@@ -7,30 +7,56 @@ What is read may be looked at while the rest is still on its way.
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 
-from tierkv.tiers.storage import BlockStorage, Buffers
+import numpy as np
+
+from tierkv.core.ids import I64, U64
+from tierkv.tiers.pieces import buffers_of
+from tierkv.tiers.storage import BlockStorage
 
 
-class Read(NamedTuple):
-    """Bytes of a file, from ``offset`` on, that fill the buffers one after the other."""
+@dataclass(frozen=True, slots=True)
+class ReadList:
+    """Reads of files: number r takes ``fds[r]`` from byte ``offsets[r]`` on (both shape [n]).
 
-    fd: int
-    offset: int
-    buffers: Buffers
+    It fills ``counts[r]`` (i64 [n], 1 at least) of the ``pieces`` of memory, one after the other.
+    """
+
+    fds: I64
+    offsets: I64
+    counts: I64
+    pieces: U64
+
+    def firsts(self) -> I64:
+        """Where each read's pieces begin, shape [n]."""
+        return np.cumsum(self.counts) - self.counts
+
+    def sizes(self) -> I64:
+        """How many bytes each read takes, shape [n]."""
+        if not len(self.counts):
+            return np.zeros(0, np.int64)
+        return np.add.reduceat(self.pieces[:, 1].astype(np.int64), self.firsts())
 
 
-Done = tuple[int, int | OSError]
-"""Which read of a request is done, and how many bytes it got or why it was refused.
+class Done(NamedTuple):
+    """Reads that are done: their ``numbers``, and how many bytes each ``got`` (both i64 [n]).
 
-Fewer bytes than the buffers take come only from the end of a file.
-"""
+    Fewer bytes than asked for come only from the end of a file. A negative number is an errno: the
+    read was refused.
+    """
 
-Batches = Generator[list[Done], None, None]
+    numbers: I64
+    got: I64
+
+
+Batches = Generator[Done, None, None]
 
 
 class Reads(Protocol):
@@ -41,12 +67,11 @@ class Reads(Protocol):
 
     name: str
 
-    def read(self, reads: Iterable[Read]) -> Batches:
+    def read(self, reads: ReadList) -> Batches:
         """Carry the reads out, in any order; yields those that are done, a few at a time.
 
-        A read is taken from ``reads`` (by any thread) when it is its turn. The buffers belong to
-        the operating system until the generator has ended. Closing it early waits for what has
-        begun.
+        The memory belongs to the operating system until the generator has ended. Closing it early
+        waits for what has begun.
         """
         ...
 
@@ -62,10 +87,10 @@ class SerialReads:
     def __init__(self, storage: BlockStorage) -> None:
         self._storage = storage
 
-    def read(self, reads: Iterable[Read]) -> Batches:
+    def read(self, reads: ReadList) -> Batches:
         """See Reads."""
-        for at, read in enumerate(reads):
-            yield [(at, plain_read(self._storage, read))]
+        for number in range(len(reads.fds)):
+            yield _done([(number, plain_read(self._storage, reads, number))])
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -80,19 +105,20 @@ class ThreadReads:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "tierkv-preadv")
 
-    def read(self, reads: Iterable[Read]) -> Batches:
+    def read(self, reads: ReadList) -> Batches:
         """See Reads."""
-        turns = _Turns(reads)
-        done: SimpleQueue[Done | BaseException | None] = SimpleQueue()
+        turns = _Turns(len(reads.fds))
+        done: SimpleQueue[_Word] = SimpleQueue()
         working = [
-            self._pool.submit(_work, self._storage, turns, done) for _ in range(self._threads)
+            self._pool.submit(_work, self._storage, reads, turns, done)
+            for _ in range(self._threads)
         ]
         try:
             left = len(working)
             while left:
                 batch, ended = _all_of(done)
                 left -= ended
-                yield batch
+                yield _done(batch)
         finally:
             turns.end()
             wait(working)
@@ -103,17 +129,17 @@ class ThreadReads:
 
 
 class _Turns:
-    """Reads that several threads take from one iterator."""
+    """Numbers of reads, each given to one of several threads."""
 
-    def __init__(self, reads: Iterable[Read]) -> None:
-        self._reads = enumerate(reads)
+    def __init__(self, count: int) -> None:
+        self._left = iter(range(count))
         self._taking = threading.Lock()
         self._ended = False
 
-    def take(self) -> tuple[int, Read] | None:
+    def take(self) -> int | None:
         """The next one, None if there are no more."""
         with self._taking:
-            return None if self._ended else next(self._reads, None)
+            return None if self._ended else next(self._left, None)
 
     def end(self) -> None:
         """Give no more out."""
@@ -121,24 +147,26 @@ class _Turns:
             self._ended = True
 
 
-def _work(
-    storage: BlockStorage, turns: _Turns, done: SimpleQueue[Done | BaseException | None]
-) -> None:
+_Word = tuple[int, int] | BaseException | None
+"""A read that is done and what it got; or that a thread has ended, and by which error if any."""
+
+
+def _work(storage: BlockStorage, reads: ReadList, turns: _Turns, done: SimpleQueue[_Word]) -> None:
     """Read what is left; says None at the end, or the error that ended it."""
     try:
-        while (turn := turns.take()) is not None:
-            done.put((turn[0], plain_read(storage, turn[1])))
+        while (number := turns.take()) is not None:
+            done.put((number, plain_read(storage, reads, number)))
         done.put(None)
     except BaseException as error:  # for whoever waits; without it he would for ever
         done.put(error)
 
 
-def _all_of(done: SimpleQueue[Done | BaseException | None]) -> tuple[list[Done], int]:
+def _all_of(done: SimpleQueue[_Word]) -> tuple[list[tuple[int, int]], int]:
     """What is in the queue, at least one word, and how many threads have ended.
 
     Raises the error that a thread has met.
     """
-    batch: list[Done] = []
+    batch: list[tuple[int, int]] = []
     ended = 0
     word = done.get()
     with contextlib.suppress(Empty):
@@ -153,9 +181,16 @@ def _all_of(done: SimpleQueue[Done | BaseException | None]) -> tuple[list[Done],
     return batch, ended
 
 
-def plain_read(storage: BlockStorage, read: Read) -> int | OSError:
-    """Carry one read out here and now."""
+def _done(batch: list[tuple[int, int]]) -> Done:
+    pairs = np.array(batch, np.int64).reshape(-1, 2)
+    return Done(pairs[:, 0], pairs[:, 1])
+
+
+def plain_read(storage: BlockStorage, reads: ReadList, number: int) -> int:
+    """Carry one read out here and now; what it got, as ``Done`` has it."""
+    first = int(reads.counts[:number].sum())
+    buffers = buffers_of(reads.pieces[first : first + int(reads.counts[number])])
     try:
-        return storage.preadv(read.fd, read.buffers, read.offset)
+        return storage.preadv(int(reads.fds[number]), buffers, int(reads.offsets[number]))
     except OSError as error:
-        return error
+        return -(error.errno or errno.EIO)

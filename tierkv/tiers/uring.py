@@ -10,25 +10,28 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import itertools
 import mmap
 import os
 import platform
 import struct
-from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
-from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.core.ids import I64
 from tierkv.pages import libc
-from tierkv.tiers.reads import Batches, Read, plain_read
+from tierkv.tiers.reads import Batches, Done, ReadList, plain_read
 from tierkv.tiers.storage import BlockStorage
 
 DEPTH = 32
 """Reads of one request that the device is given at once."""
 
-REAP = 8
-"""Completions that are waited for and handed on at a time. To look at eight blocks costs little
-more than to look at one; with many more the device would run dry meanwhile."""
+REAP = 16
+REAP_BYTES = 2 << 20
+"""Completions that are waited for and handed on at a time; fewer if that were more bytes. To look
+at some blocks costs little more than to look at one; with too many of them the device would run
+dry meanwhile, and the last ones would wait for one another."""
 
 _SETUP, _ENTER = 425, 426
 _ENTER_GETEVENTS = 1
@@ -38,16 +41,24 @@ _OP_READV = 1
 _WORD = 4
 _WORD_MASK = 0xFFFFFFFF
 _PARAMS = struct.Struct("<30I")
-_SUBMISSION = struct.Struct("<BBHiQQIIQ24x")
-_COMPLETION = struct.Struct("<QiI")
 
+_SUBMISSION = np.dtype(
+    [
+        ("opcode", "u1"),
+        ("flags", "u1"),
+        ("ioprio", "<u2"),
+        ("fd", "<i4"),
+        ("offset", "<u8"),
+        ("pieces", "<u8"),
+        ("count", "<u4"),
+        ("rw_flags", "<u4"),
+        ("number", "<u8"),
+        ("rest", "V24"),
+    ]
+)
+_COMPLETION = np.dtype([("number", "<u8"), ("got", "<i4"), ("flags", "<u4")])
 
-class _Begun(NamedTuple):
-    """A read that is in the ring. ``iovecs`` stay where they are until it is done."""
-
-    read: Read
-    size: int
-    iovecs: ctypes.Array[ctypes.c_uint64]
+_Submissions = npt.NDArray[np.void]
 
 
 class Ring:
@@ -58,7 +69,7 @@ class Ring:
         if platform.machine() != "x86_64":
             raise OSError(errno.ENOSYS, f"io_uring is not used on {platform.machine()}")
         self._depth = depth
-        self._begun: dict[int, _Begun] = {}
+        self._under_way = 0
         params = ctypes.create_string_buffer(_PARAMS.size)
         self._fd = _call(_SETUP, depth, ctypes.addressof(params))
         try:
@@ -72,100 +83,92 @@ class Ring:
         if not features & _FEAT_SINGLE_MMAP:
             raise OSError(errno.ENOSYS, "this kernel's io_uring is too old")
         # The fields' places in the shared memory: io_sqring_offsets and io_cqring_offsets.
-        array, self._completions_at = params[16], params[25]
-        end = max(array + entries * _WORD, self._completions_at + completions * _COMPLETION.size)
-        self._shared = mmap.mmap(self._fd, end)
-        try:
-            size = entries * _SUBMISSION.size
-            self._submissions = mmap.mmap(self._fd, size, offset=_SUBMISSIONS_AT)
-        except BaseException:
-            self._shared.close()
-            raise
-        self._words = memoryview(self._shared).cast("I")
+        array, completions_at = params[16], params[25]
+        end = max(array + entries * _WORD, completions_at + completions * _COMPLETION.itemsize)
+        # Unmapped when nothing here looks at them any more.
+        shared = mmap.mmap(self._fd, end)
+        size = entries * _SUBMISSION.itemsize
+        submissions = mmap.mmap(self._fd, size, offset=_SUBMISSIONS_AT)
+        self._submissions = np.frombuffer(submissions, _SUBMISSION)
+        self._completions = np.frombuffer(shared, _COMPLETION, completions, completions_at)
+        self._words = memoryview(shared).cast("I")
         self._tail = params[11] // _WORD
         self._done_head, self._done_tail = params[20] // _WORD, params[21] // _WORD
         self._mask, self._done_mask = entries - 1, completions - 1
         for index in range(entries):
             self._words[array // _WORD + index] = index
 
-    def read(self, storage: BlockStorage, reads: Iterable[Read]) -> Batches:
+    def read(self, storage: BlockStorage, reads: ReadList) -> Batches:
         """See Reads.
 
         A read that does not come back whole is made once more through ``storage``: so ends of
         files, errors and a kernel that is short of memory need no second treatment here.
         """
-        following = iter(enumerate(reads))
+        submissions, sizes = submissions_of(reads), reads.sizes()
+        most = max(1, min(REAP, REAP_BYTES // max(1, int(sizes.max(initial=0)))))
         try:
-            refused = self._begin(following)
-            while self._begun or refused:
-                done = [(at, plain_read(storage, read)) for at, read in refused]
-                if self._begun:
-                    done += [
-                        (at, size if got == size else plain_read(storage, read))
-                        for at, (read, size, _), got in self._reap(min(REAP, len(self._begun)))
-                    ]
+            following, refused = self._begin(submissions, 0)
+            while self._under_way or len(refused):
+                done = self._reap(min(most, self._under_way))
+                numbers = np.concatenate([refused, done["number"].astype(np.int64)])
+                got = np.concatenate([np.zeros_like(refused), done["got"].astype(np.int64)])
+                for at in np.flatnonzero(got != sizes[numbers]).tolist():
+                    got[at] = plain_read(storage, reads, int(numbers[at]))
                 # The device goes on while the caller looks at these.
-                refused = self._begin(following)
-                yield done
+                following, refused = self._begin(submissions, following)
+                yield Done(numbers, got)
         finally:
-            # Nothing may write to the buffers once we have returned.
-            while self._begun:
-                self._reap(len(self._begun))
+            # Nothing may write to the memory once we have returned.
+            while self._under_way:
+                self._reap(self._under_way)
 
     def close(self) -> None:
         """Give memory and descriptor back."""
         self._words.release()
-        self._shared.close()
-        self._submissions.close()
+        del self._submissions, self._completions
         os.close(self._fd)
 
-    def _begin(self, following: Iterator[tuple[int, Read]]) -> list[tuple[int, Read]]:
-        """Fill the ring; returns the reads that the kernel does not take now."""
-        added = list(itertools.islice(following, self._depth - len(self._begun)))
-        for at, read in added:
-            self._add(at, read)
-        left = len(added)
+    def _begin(self, submissions: _Submissions, first: int) -> tuple[int, I64]:
+        """Fill the ring from the submission ``first`` on.
+
+        Returns which one comes next, and the numbers of reads that the kernel does not take now.
+        """
+        following = min(first + self._depth - self._under_way, len(submissions))
+        left = following - first
+        tail = self._words[self._tail]
+        self._submissions[(tail + np.arange(left)) & self._mask] = submissions[first:following]
+        self._words[self._tail] = (tail + left) & _WORD_MASK
         while left:
             try:
-                left -= _call(_ENTER, self._fd, left, 0, 0, 0, 0)
+                taken = _call(_ENTER, self._fd, left, 0, 0, 0, 0)
             except OSError:
-                refused = added[-left:]
                 self._words[self._tail] = (self._words[self._tail] - left) & _WORD_MASK
-                for at, _ in refused:
-                    del self._begun[at]
-                return refused
-        return []
+                break
+            self._under_way += taken
+            left -= taken
+        return following, np.arange(following - left, following)
 
-    def _add(self, at: int, read: Read) -> None:
-        places: list[int] = []
-        size = 0
-        for buffer in read.buffers:
-            size += len(buffer)
-            places += ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer)
-        iovecs = (ctypes.c_uint64 * len(places))(*places)
-        tail = self._words[self._tail]
-        _SUBMISSION.pack_into(
-            self._submissions,
-            (tail & self._mask) * _SUBMISSION.size,
-            *(_OP_READV, 0, 0, read.fd, read.offset),
-            *(ctypes.addressof(iovecs), len(read.buffers), 0, at),
-        )
-        self._words[self._tail] = (tail + 1) & _WORD_MASK
-        self._begun[at] = _Begun(read, size, iovecs)
-
-    def _reap(self, count: int) -> list[tuple[int, _Begun, int]]:
-        """``count`` completions, each with what the kernel says of it; waits for them."""
+    def _reap(self, count: int) -> npt.NDArray[np.void]:
+        """``count`` completions; waits for them."""
         head = self._words[self._done_head]
         if (self._words[self._done_tail] - head) & _WORD_MASK < count:
             _call(_ENTER, self._fd, 0, count, _ENTER_GETEVENTS, 0, 0)
-        ended = []
-        for _ in range(count):
-            place = self._completions_at + (head & self._done_mask) * _COMPLETION.size
-            at, result, _flags = _COMPLETION.unpack_from(self._shared, place)
-            ended.append((at, self._begun.pop(at), result))
-            head = (head + 1) & _WORD_MASK
-        self._words[self._done_head] = head
-        return ended
+        done: npt.NDArray[np.void] = self._completions[(head + np.arange(count)) & self._done_mask]
+        self._words[self._done_head] = (head + count) & _WORD_MASK
+        self._under_way -= count
+        return done
+
+
+def submissions_of(reads: ReadList) -> _Submissions:
+    """What the kernel is to be told, of all reads. Keep ``reads`` until they are done."""
+    submissions = np.zeros(len(reads.fds), _SUBMISSION)
+    submissions["opcode"] = _OP_READV
+    submissions["fd"] = reads.fds
+    submissions["offset"] = reads.offsets
+    submissions["pieces"] = reads.pieces.ctypes.data + reads.firsts() * reads.pieces.itemsize * 2
+    submissions["count"] = reads.counts
+    submissions["number"] = np.arange(len(reads.fds))
+    return submissions
 
 
 class RingReads:
@@ -186,7 +189,7 @@ class RingReads:
             self.close()
             raise
 
-    def read(self, reads: Iterable[Read]) -> Batches:
+    def read(self, reads: ReadList) -> Batches:
         """See Reads."""
         ring = self._idle.get()
         try:
