@@ -220,17 +220,16 @@ def test_the_ring_is_kept_full_and_drained_in_small_batches(
 
 
 @pytest.mark.may_skip_in_ci
-def test_large_reads_are_handed_on_as_they_come(
-    ring: Ring, tmp_path: Path, content: np.ndarray
-) -> None:
-    path, size = tmp_path / "large", REAP_BYTES // PAGE
-    path.write_bytes(content.tobytes() * 8)
-    memory = np.frombuffer(mmap.mmap(-1, 4 * REAP_BYTES), np.uint8).reshape(-1, PAGE)
+def test_large_reads_are_handed_on_as_they_come(ring: Ring, tmp_path: Path) -> None:
+    path, each = tmp_path / "large", np.arange(4)
+    path.write_bytes(np.random.default_rng(2).bytes(4 * REAP_BYTES))
+    memory = np.frombuffer(mmap.mmap(-1, 4 * REAP_BYTES), np.uint8).reshape(4, REAP_BYTES)
     fd = STORAGE.open(str(path), direct=takes_direct_io(tmp_path))
-    asked = [(fd, at * size, list(range(at * size, (at + 1) * size))) for at in range(4)]
-    batches = list(ring.read(STORAGE, read_list(memory, asked)))
+    pieces = pieces_of(memory, each)
+    asked = ReadList(np.full(4, fd), each * REAP_BYTES, np.ones_like(each), pieces)
+    batches = list(ring.read(STORAGE, asked))
     assert [len(batch.numbers) for batch in batches] == [1] * 4
-    assert memory.tobytes() == path.read_bytes()[: memory.nbytes]
+    assert memory.tobytes() == path.read_bytes()
     os.close(fd)
 
 

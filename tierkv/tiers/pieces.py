@@ -6,6 +6,9 @@ They keep no memory alive: whoever makes them holds on to it for as long as they
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +31,10 @@ def pieces_of(matrix: U8, rows: Slots) -> U64:
 
 def buffers_of(pieces: U64) -> Buffers:
     """The same memory as Python sees it."""
-    return [
-        memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
-        for address, size in pieces.tolist()
-    ]
+    return [memoryview(_of_size(size)(address)).cast("B") for address, size in pieces.tolist()]
+
+
+@functools.lru_cache(16)
+def _of_size(size_bytes: int) -> Callable[[int], Any]:
+    """Makes arrays of this size at addresses: to ask ctypes for their type takes its time."""
+    return (ctypes.c_ubyte * size_bytes).from_address
