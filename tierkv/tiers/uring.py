@@ -28,7 +28,7 @@ DEPTH = 32
 """Reads of one request that the device is given at once."""
 
 REAP = 16
-REAP_BYTES = 4 << 20
+REAP_BYTES = 16 << 20
 """Completions that are waited for and handed on at a time; fewer if that were more bytes. To look
 at some blocks costs little more than to look at one; with too many of them the device would run
 dry meanwhile, and the last ones would wait for one another."""
