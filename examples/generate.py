@@ -59,7 +59,7 @@ class PooledKV:
     def write(self, layer: int, first_token: int, k: Tensor, v: Tensor) -> None:
         """Copy into the slots of the sequence's block table."""
         self._tokens = first_token + len(k)
-        self._namespace.write(layer, self._sequence, first_token, k, v)
+        self._namespace.write_kv(layer, self._sequence, first_token, k, v)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Paged attention on the pool: no K or V is gathered or copied."""

@@ -93,8 +93,8 @@ def test_writing_by_layer_and_through_views_before_is_seen(ns, spec, data):
         ns.pool[sequence.block_table[2]] = 9
         sequence.write_blocks(0, data[:2])
         sequence.write_blocks(3, data[3:])
-        ns.write(1, sequence, 2 * BLOCK - 1, kv, kv)
-        ns.write(0, sequence, 3 * BLOCK, kv, kv)
+        ns.write_kv(1, sequence, 2 * BLOCK - 1, kv, kv)
+        ns.write_kv(0, sequence, 3 * BLOCK, kv, kv)
         sequence.append(PROMPT)
 
 

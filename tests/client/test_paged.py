@@ -55,8 +55,8 @@ def test_written_tokens_lie_where_the_layout_says(daemon, client, layout, dtype)
     sequence.reserve(11)
     k = torch.arange(11 * HEADS * DIM).reshape(11, HEADS, DIM).float().to(torch_dtype)
     v = (k.float() + 100).to(torch_dtype)
-    ns.write(1, sequence, 0, k[:6], v[:6])
-    ns.write(1, sequence, 6, k[6:], v[6:])
+    ns.write_kv(1, sequence, 0, k[:6], v[:6])
+    ns.write_kv(1, sequence, 6, k[6:], v[6:])
     blocks = ns.blocks
     assert list(blocks.shape) == [64, LAYERS, 2, BLOCK, HEADS, DIM]
     assert blocks.dtype is torch_dtype
@@ -80,16 +80,16 @@ def test_only_reserved_tokens_may_be_written(client):
     kv = torch.zeros(5, HEADS, DIM)
     sequence.reserve(4)
     with pytest.raises(InvalidArgument, match="tokens 0 to 4"):
-        ns.write(0, sequence, 0, kv, kv)
-    ns.write(0, sequence, 0, kv[:4], kv[:4])
+        ns.write_kv(0, sequence, 0, kv, kv)
+    ns.write_kv(0, sequence, 0, kv[:4], kv[:4])
     sequence.append([1, 2, 3, 4])
     sequence.reserve(1)
     with pytest.raises(InvalidArgument, match="only 4 to 7"):
-        ns.write(0, sequence, 3, kv[:1], kv[:1])
+        ns.write_kv(0, sequence, 3, kv[:1], kv[:1])
     sequence.append([5])
     sequence.fork()
     with pytest.raises(InvalidArgument, match="fork"):
-        ns.write(0, sequence, 4, kv[:1], kv[:1])
+        ns.write_kv(0, sequence, 4, kv[:1], kv[:1])
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_wrong_shapes_and_layers(client, layer, k, v):
     sequence.reserve(4)
     shape = (1, HEADS, DIM)
     with pytest.raises(InvalidArgument):
-        ns.write(layer, sequence, 0, torch.zeros(k or shape), torch.zeros(v or shape))
+        ns.write_kv(layer, sequence, 0, torch.zeros(k or shape), torch.zeros(v or shape))
 
 
 def test_block_tables(client):
@@ -129,7 +129,7 @@ def batch(client):
         sequence = ns.begin([])
         k, v = torch.randn(2, count, HEADS, DIM)
         sequence.reserve(count)
-        ns.write(0, sequence, 0, k, v)
+        ns.write_kv(0, sequence, 0, k, v)
         sequence.append([seed] * count)
         sequences.append(sequence)
         kv.append((k, v))
@@ -251,7 +251,7 @@ def test_attention_by_the_asyncio_client(daemon, loop_factory, monkeypatch):
             sequence = await ns.begin([])
             await sequence.reserve(3)
             k, v = torch.randn(2, 3, HEADS, DIM)
-            ns.write(0, sequence, 0, k, v)
+            ns.write_kv(0, sequence, 0, k, v)
             await sequence.append([1, 2, 3])
             q = torch.randn(1, 2, DIM)
             out = await ns.attention(0, q, [sequence])

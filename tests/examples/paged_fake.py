@@ -54,7 +54,7 @@ class FakeNamespace:
         self.open_sequences += 1
         return FakeSequence(self, table, list(token_ids[: len(table) * step]))
 
-    def write(
+    def write_kv(
         self, layer: int, sequence: FakeSequence, first_token: int, k: Tensor, v: Tensor
     ) -> None:
         assert k.shape == v.shape == (len(k), self.spec.kv_heads, self.spec.head_dim)

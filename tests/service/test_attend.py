@@ -57,7 +57,7 @@ def filled(ns: Any, count: int, seed: int) -> Any:
     sequence.reserve(count)
     for layer in range(ns.spec.layers):
         k, v = torch.randn(2, count, ns.spec.kv_heads, ns.spec.head_dim, generator=chance)
-        ns.write(layer, sequence, 0, k, v)
+        ns.write_kv(layer, sequence, 0, k, v)
     sequence.append(tokens(1, seed=seed, block_tokens=count))
     return sequence
 

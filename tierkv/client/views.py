@@ -91,7 +91,7 @@ class SequenceViews:
         all of it and frees the GIL. Each block's checksum is computed while its bytes pass, and
         used by ``append``. So do not write into these blocks through views of the pool between
         this and ``append``: the checksum would not fit, and the block be lost to everyone, as a
-        miss. Writing again by this, or by ``Namespace.write``, is fine.
+        miss. Writing again by this, or by ``Namespace.write_kv``, is fine.
 
         Raises InvalidArgument unless the blocks are reserved, and LeaseLost.
         """
@@ -142,7 +142,7 @@ class NamespaceViews:
         """Values of one layer: [slots, block_tokens, kv_heads, head_dim]."""
         return self._paged.layer(layer)[:, 1]
 
-    def write(
+    def write_kv(
         self,
         layer: int,
         sequence: SequenceViews,
