@@ -37,8 +37,11 @@ class Chain:
 
     def part(self, start: int, stop: int) -> Chain:
         """Blocks start .. stop - 1."""
-        part = slice(start, stop)
-        return Chain(self.hi[part], self.lo[part], self.tokens[part], self.extras[part])
+        return self.pick(slice(start, stop))
+
+    def pick(self, which: slice | I64) -> Chain:
+        """Some of the blocks."""
+        return Chain(self.hi[which], self.lo[which], self.tokens[which], self.extras[which])
 
 
 class Matcher:

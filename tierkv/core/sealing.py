@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from tierkv.core.arrays import some
+from tierkv.core.arrays import indices, some
 from tierkv.core.effects import Flow, Wait
 from tierkv.core.ids import I64, U64, Tier
 from tierkv.core.matching import Chain, Matcher
 from tierkv.core.placement import Placement
-from tierkv.core.records import Kind, Records, blank, join
+from tierkv.core.records import Kind, Records, blank, join, of_copies
 from tierkv.core.sequences import Sequences, TableView
 from tierkv.core.slot_tables import BlockEntries
 from tierkv.core.state import Sequence
 from tierkv.errors import InvalidArgument
 
 
+@dataclass(frozen=True)
+class Filled:
+    """Full blocks as their worker describes them: ``chain``, and halves of checksums (u64 [n])."""
+
+    chain: Chain
+    sum_hi: U64
+    sum_lo: U64
+
+    def __len__(self) -> int:
+        return len(self.chain)
+
+    def part(self, start: int, stop: int) -> Filled:
+        """Blocks start .. stop - 1."""
+        return self.pick(slice(start, stop))
+
+    def pick(self, which: slice | I64) -> Filled:
+        """Some of the blocks."""
+        return Filled(self.chain.pick(which), self.sum_hi[which], self.sum_lo[which])
+
+
 class Sealer:
-    """The ``seal`` verb.
+    """The ``seal`` verb, and what it has in common with ``store``.
 
     ``newly_sealed``: rows and ids sealed since the owner last looked, candidates for write-behind.
     """
@@ -48,26 +70,21 @@ class Sealer:
             skip = min(sealed - first, len(chain))
             if skip:
                 self._check_resealed(sequence, first, chain.part(0, skip))
-            rest = chain.part(skip, len(chain))
+            rest = Filled(chain, sum_hi, sum_lo).part(skip, len(chain))
             if not len(rest):
                 return self._sequences.view(sequence)
             ids, version = self._state.blocks.id[rows], self._state.version
-            twins = yield from self._twins(sequence, ids, sealed, rest)
+            parent = self._sequences.parent_id(sequence, sealed)
+            twins = yield from self.twins(sequence, ids, rest.chain, parent)
             if self._state.version == version or (
                 self._sequences.steady(sequence, ids)
                 and self._sequences.sealed_count(rows) == sealed
             ):
                 break
         twins = self._takable(sequence, sealed, twins)
-        self._take_twins(sequence, sealed, twins, rest, sum_hi[skip:], sum_lo[skip:])
         done = len(twins)
-        self._seal_own(
-            sequence,
-            sealed + done,
-            rest.part(done, len(rest)),
-            sum_hi[skip + done :],
-            sum_lo[skip + done :],
-        )
+        self._take_twins(sequence, sealed, twins, rest.part(0, done))
+        self._seal_own(sequence, sealed + done, rest.part(done, len(rest)))
         return self._sequences.view(sequence)
 
     def _check_resealed(self, sequence: Sequence, first: int, chain: Chain) -> None:
@@ -79,14 +96,14 @@ class Sealer:
         ):
             raise InvalidArgument("seal: a block of the sequence is sealed under another hash")
 
-    def _twins(self, sequence: Sequence, ids: U64, at: int, chain: Chain) -> Flow[I64]:
+    def twins(self, sequence: Sequence, ids: U64, chain: Chain, parent: int) -> Flow[I64]:
         """Rows of cached blocks that are the same as the leading blocks of ``chain``, proven.
 
-        No rows if the sequence does not hold the blocks ``ids`` any more.
+        ``parent``: id of the block before the first one. No rows if the sequence does not hold the
+        blocks ``ids`` any more.
         """
         verified = False
         while self._sequences.unchanged(sequence, ids):
-            parent = self._sequences.parent_id(sequence, at)
             rows = self._matcher.match(sequence.namespace, chain.hi, chain.lo, parent)
             if not len(rows):
                 return rows
@@ -112,51 +129,50 @@ class Sealer:
         shared = self._state.blocks.refs[sequence.rows[at:]] > 1
         return twins[:0] if some(shared) else twins
 
-    def _take_twins(
-        self, sequence: Sequence, at: int, twins: I64, chain: Chain, sum_hi: U64, sum_lo: U64
-    ) -> None:
-        """Put cached twins in place of the sequence's own blocks, whose slots become free.
-
-        A twin that is in the device tier is used as it is. One that is only further down gets
-        the worker's fresh payload as its device copy instead of being read back.
-        """
+    def _take_twins(self, sequence: Sequence, at: int, twins: I64, filled: Filled) -> None:
+        """Put cached twins in place of the sequence's own blocks, whose slots become free."""
         if not len(twins):
             return
-        blocks = self._state.blocks
         own = sequence.rows[at : at + len(twins)]
-        slots = blocks.slot[Tier.DEVICE][own].astype(np.int64)
         swaps = blank(len(twins), Kind.SEQ_SWAP)
         swaps["id"] = sequence.id
         swaps["loc"] = np.arange(at, at + len(twins))
         swaps["key"] = twins
-        records = [swaps]
-        cold = np.flatnonzero(~blocks.has_copy(twins, Tier.DEVICE))
-        chosen = twins[cold]
-        if len(cold):
-            placed = blank(len(cold), Kind.PLACE)
-            placed["key"] = chosen
-            placed["id"] = blocks.id[chosen]
-            placed["tier"] = Tier.DEVICE
-            placed["loc"] = slots[cold]
-            placed["extra_hi"], placed["extra_lo"] = sum_hi[cold], sum_lo[cold]
-            # Lower copies hold the payload of old: most often the same, for the same tokens.
-            differs = (sum_hi[cold] != blocks.sum_hi[chosen]) | (
-                sum_lo[cold] != blocks.sum_lo[chosen]
-            )
-            stale = chosen[differs]
-            part = Chain(chain.hi[cold], chain.lo[cold], chain.tokens[cold], chain.extras[cold])
-            parents = blocks.parent[chosen]
-            # Dying here leaves the twins' entries in slots that the log knows as the sequence's
-            # own open blocks; recovery expects that.
-            ids = blocks.id[chosen]
-            self._fill(sequence, slots[cold], ids, parents, part, sum_hi[cold], sum_lo[cold])
-            records += [placed, *self._forget_lower(stale)]
-        self._placement.commit(join(records))
+        cold = self.cold(twins)
+        placed = self.place(sequence.namespace, twins[cold], own[cold], filled.pick(cold))
+        self._placement.commit(join([swaps, *placed]))
         self._placement.touch(twins[::-1])
+        self.took(twins, cold)
+
+    def cold(self, twins: I64) -> I64:
+        """Which of the twins (places, ascending) are not in the device tier."""
+        return indices(~self._state.blocks.has_copy(twins, Tier.DEVICE))
+
+    def place(self, namespace: int, twins: I64, own: I64, filled: Filled) -> list[Records]:
+        """Records by which cold twins get the worker's own payload as their device copies.
+
+        It need not be read back then. They take the slots of the worker's ``own`` blocks, which an
+        earlier record of the same commit must free.
+        """
+        if not len(twins):
+            return []
+        blocks = self._state.blocks
+        slots = blocks.slot[Tier.DEVICE][own].astype(np.int64)
+        placed = of_copies(Kind.PLACE, Tier.DEVICE, twins, blocks.id[twins], slots)
+        placed["extra_hi"], placed["extra_lo"] = filled.sum_hi, filled.sum_lo
+        # Lower copies hold the payload of old: most often the same, for the same tokens.
+        differs = (filled.sum_hi != blocks.sum_hi[twins]) | (filled.sum_lo != blocks.sum_lo[twins])
+        # Dying here leaves the twins' entries in slots that the log knows as the sequence's
+        # own open blocks; recovery expects that.
+        self._fill(namespace, slots, blocks.id[twins], blocks.parent[twins], filled)
+        return [placed, *self._forget_lower(twins[differs])]
+
+    def took(self, twins: I64, cold: I64) -> None:
+        """The twins are in use; the ``cold`` ones (places) came up by the same commit. Mutates."""
         self._placement.counters.deduplicated_blocks += len(twins)
         if len(cold):
-            self._placement.doubt.clear(chosen)
-            self.newly_sealed.append((chosen, blocks.id[chosen].copy()))
+            self._placement.doubt.clear(twins[cold])
+            self._sealed(twins[cold])
 
     def _forget_lower(self, rows: I64) -> list[Records]:
         """DROP records of all copies below the device tier."""
@@ -173,61 +189,59 @@ class Sealer:
             dropped.append(records)
         return dropped
 
-    def _seal_own(
-        self, sequence: Sequence, at: int, chain: Chain, sum_hi: U64, sum_lo: U64
-    ) -> None:
-        if not len(chain):
+    def _seal_own(self, sequence: Sequence, at: int, filled: Filled) -> None:
+        if not len(filled):
             return
-        state, blocks = self._state, self._state.blocks
-        rows = sequence.rows[at : at + len(chain)]
+        rows = sequence.rows[at : at + len(filled)]
         parent = self._sequences.parent_id(sequence, at)
-        slots = blocks.slot[Tier.DEVICE][rows].astype(np.int64)
-        sealed = None
-        if not some(state.index.get(chain.hi, chain.lo, blocks.hash_hi, blocks.hash_lo) >= 0):
-            shortcuts = state.structures.shortcuts
-            sealed = shortcuts.seal(state, rows, parent, chain, sum_hi, sum_lo)
-        if sealed is not None:
-            ids = sealed.ids
-            self._fill(sequence, slots, ids, sealed.parents, chain, sum_hi, sum_lo)
-            self._placement.commit(sealed.records, applied=True)
-        else:
-            ids = blocks.id[rows].copy()
-            parents = np.empty(len(ids), np.uint64)
-            parents[0], parents[1:] = parent, ids[:-1]
-            records = blank(len(rows), Kind.SEAL)
-            records["key"] = rows
-            records["id"] = ids
-            records["hash_hi"], records["hash_lo"] = chain.hi, chain.lo
-            records["loc"] = parents
-            records["gen"] = chain.extras
-            records["extra_hi"], records["extra_lo"] = sum_hi, sum_lo
-            records["tier"] = 1
-            self._fill(sequence, slots, ids, parents, chain, sum_hi, sum_lo)
-            self._placement.commit(records)
-        self.newly_sealed.append((rows, ids))
+        records, applied = self.name(sequence.namespace, rows, parent, filled)
+        self._placement.commit(records, applied=applied)
+        self._sealed(rows)
 
-    def _fill(
-        self,
-        sequence: Sequence,
-        slots: I64,
-        ids: U64,
-        parents: U64,
-        chain: Chain,
-        sum_hi: U64,
-        sum_lo: U64,
-    ) -> None:
+    def name(self, namespace: int, rows: I64, parent: int, filled: Filled) -> tuple[Records, bool]:
+        """Records that seal these open blocks as a chain behind the block ``parent`` (an id).
+
+        And whether the state is as they say already. Then they must be logged at once.
+        """
+        state, blocks, chain = self._state, self._state.blocks, filled.chain
+        slots = blocks.slot[Tier.DEVICE][rows].astype(np.int64)
+        if not some(state.index.get(chain.hi, chain.lo, blocks.hash_hi, blocks.hash_lo) >= 0):
+            sealed = state.structures.shortcuts.seal(
+                state, rows, parent, chain, filled.sum_hi, filled.sum_lo
+            )
+            if sealed is not None:
+                self._fill(namespace, slots, sealed.ids, sealed.parents, filled)
+                return sealed.records, True
+        ids = blocks.id[rows]
+        parents = np.empty(len(ids), np.uint64)
+        parents[0], parents[1:] = parent, ids[:-1]
+        records = blank(len(rows), Kind.SEAL)
+        records["key"] = rows
+        records["id"] = ids
+        records["hash_hi"], records["hash_lo"] = chain.hi, chain.lo
+        records["loc"] = parents
+        records["gen"] = chain.extras
+        records["extra_hi"], records["extra_lo"] = filled.sum_hi, filled.sum_lo
+        records["tier"] = 1
+        self._fill(namespace, slots, ids, parents, filled)
+        return records, False
+
+    def _sealed(self, rows: I64) -> None:
+        """These rows are sealed, or came up, and want a copy on disk. Mutates."""
+        self.newly_sealed.append((rows, self._state.blocks.id[rows]))
+
+    def _fill(self, namespace: int, slots: I64, ids: U64, parents: U64, filled: Filled) -> None:
         """Write slot entries. They must be there before the log says the slot holds the block."""
+        known, chain = self._state.namespaces[namespace], filled.chain
         entries = BlockEntries(
-            self._state.namespaces[sequence.namespace].digest,
+            known.digest,
             ids,
             parents,
             chain.hi,
             chain.lo,
-            sum_hi,
-            sum_lo,
+            filled.sum_hi,
+            filled.sum_lo,
             chain.extras,
             chain.tokens,
         )
-        self._placement.tables.fill(
-            Tier.DEVICE, self._sequences.pool(sequence.namespace), slots, entries
-        )
+        self._placement.tables.fill(Tier.DEVICE, known.pool, slots, entries)
