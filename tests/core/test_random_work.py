@@ -28,6 +28,7 @@ class RandomWork(RuleBasedStateMachine):
         self.tails: dict[int, bytes] = {}
         self.asleep: set[int] = set()
         self.next = 1
+        self.stock = 0
         self.fenced: dict[int, bytes] = {}
         self.fenced_lease = 0
 
@@ -88,6 +89,47 @@ class RandomWork(RuleBasedStateMachine):
             self.tails[local] = f"tail of {local}: {tokens}".encode()
             world.write(view.slots, full, [self.tails[local]])
         self._check(local)
+
+    @rule(
+        bits=st.lists(st.integers(0, 1), min_size=1, max_size=4),
+        first=st.integers(0, 3),
+        room=st.integers(0, 3),
+    )
+    def put(self, bits: list[int], first: int, room: int) -> None:
+        tokens = [bit * 10 + t for bit in bits for t in range(SIZE)]
+        first = min(first, len(bits) - 1)
+        stock = self._stock(len(bits) - first)
+        if stock is None:
+            return
+        new, self.next = self.next, self.next + 1
+        found = sum(self.world.planner.lookup(self.world.namespace, *self._names(tokens)))
+        stored = self.world.put(stock, new, tokens, first, room=room)
+        if found < first:
+            assert stored < 0
+            return
+        assert stored == len(bits) - first
+        self.stock, held = new, self._table(new)
+        assert len(held.slots) <= max(room, 0)
+        assert held.sealed == 0
+        assert sum(self.world.planner.lookup(self.world.namespace, *self._names(tokens))) > 0
+
+    def _names(self, tokens: list[int]) -> Any:
+        chain = self.world.chain(tokens)
+        return chain.hi, chain.lo
+
+    def _stock(self, blocks: int) -> int | None:
+        """A sequence with so many open blocks, if they can be had."""
+        world = self.world
+        if not self.stock:
+            self.stock, self.next = self.next, self.next + 1
+            chain = world.chain([])
+            world.run(world.planner.acquire(world.lease, world.namespace, self.stock, chain))
+        try:
+            world.run(world.planner.reserve(world.lease, self.stock, 0, blocks * SIZE))
+        except PoolExhausted:
+            world.planner.release(world.lease, [self.stock])
+            self.stock = 0
+        return self.stock or None
 
     @rule(data=st.data())
     def fork(self, data: Any) -> None:
@@ -159,6 +201,9 @@ class RandomWork(RuleBasedStateMachine):
             view, tail = self._table(local), len(self.tokens[local]) // SIZE
             if len(self.tokens[local]) % SIZE and view.sealed <= tail:
                 self.fenced[int(view.slots[tail])] = self.tails[local]
+        if self.stock:
+            self.fenced |= dict.fromkeys(self._table(self.stock).slots.tolist(), b"stock")
+            self.world.write(list(self.fenced), 0, list(self.fenced.values()))
         self.fenced_lease = world.lease
         assert world.planner.fence_lease(world.lease) >= bool(self.fenced)
         assert world.planner.sequences_of(world.lease) == []
@@ -187,6 +232,7 @@ class RandomWork(RuleBasedStateMachine):
         world.lease = world.planner.open_lease(b"v" * 16, 1, 2, 3).id
         self.tokens.clear()
         self.asleep.clear()
+        self.stock = 0
 
     @invariant()
     def the_state_is_sound(self) -> None:

@@ -14,6 +14,7 @@ from scheduler import Scheduler, SlowTiers, check_nothing_leaked
 from world import SHAPE, World
 
 from tierkv.core.blocks import SEALED
+from tierkv.core.effects import Flow
 from tierkv.core.ids import Tier, sequence_id
 from tierkv.core.invariants import active_without_device_copy, check_invariants
 from tierkv.core.matching import Chain
@@ -21,6 +22,7 @@ from tierkv.core.records import Kind, blank
 from tierkv.core.sequences import TableView
 from tierkv.core.slots import HELD
 from tierkv.core.state import PoolShape
+from tierkv.core.storing import Stored, ToStore
 from tierkv.errors import (
     CorruptionError,
     InvariantViolation,
@@ -32,7 +34,7 @@ from tierkv.errors import (
 
 RUDE_VERBS = (
     *("acquire", "acquire", "reserve", "reserve", "reserve", "seal", "seal", "seal", "truncate"),
-    *("fork", "suspend", "suspend", "resume", "resume", "release", "die"),
+    *("fork", "suspend", "suspend", "resume", "resume", "release", "die", "store", "store"),
 )
 SIZE = 4
 BIG = PoolShape(256, SIZE)
@@ -88,8 +90,16 @@ class Held:
 class Worker:
     lease: int
     sequences: dict[int, Held] = field(default_factory=dict)
+    stocks: dict[int, int] = field(default_factory=dict)
+    """By namespace: the sequence that is its stock."""
+    putting: bool = False
     next: int = 1
     dead: bool = False
+
+    def name(self) -> int:
+        """A name for a new sequence."""
+        self.next += 1
+        return self.next - 1
 
 
 class Run:
@@ -333,6 +343,52 @@ class Run:
             answered,
         )
 
+    def put(self, worker: Worker) -> None:
+        """Cache blocks out of a stock, at the beginning of a chain or behind cached ones."""
+        if worker.putting:
+            return
+        namespace, random = self.random.choice(self.namespaces), self.random
+        bits = random.choices((0, 0, 0, 1), k=random.randint(1, 4))
+        tokens = [bit * 10 + t for bit in bits for t in range(SIZE)]
+        first = min(random.choice((0, 0, 1, 2)), len(bits) - 1)
+        name = f"{worker.lease} put {bits} from {first} on"
+
+        def done(result: Any) -> None:
+            self.trace.append(f"{name} -> {_brief(result)}")
+            if worker.dead:
+                return
+            worker.putting = False
+            if isinstance(result, PoolExhausted):
+                stock = worker.stocks.pop(namespace.number)
+                self.world.planner.release(worker.lease, [stock])
+                return
+            assert isinstance(result, Stored), repr(result)
+            assert len(result.rows) < first or len(result.rows) == len(bits)
+
+        worker.putting = True
+        self.trace.append(name)
+        flow = self._put(worker, Held(0, namespace, tokens), first)
+        self.scheduler.start(name, flow, done)
+
+    def _put(self, worker: Worker, held: Held, first: int) -> Flow[Stored]:
+        planner, namespace, count = self.world.planner, held.namespace, len(held.tokens) // SIZE
+        if namespace.number not in worker.stocks:
+            stock = worker.stocks[namespace.number] = worker.name()
+            empty = self._chain(held, 0, 0)
+            yield from planner.acquire(worker.lease, namespace.number, stock, empty)
+        stock, new = worker.stocks[namespace.number], worker.name()
+        view = yield from planner.reserve(worker.lease, stock, 0, (count - first) * SIZE)
+        self.tails += 1
+        payloads = [canonical(held, block) + b"#%d" % self.tails for block in range(first, count)]
+        sums = self.world.write(view.slots, 0, payloads, namespace.pool)
+        room = self.random.randint(0, 4)
+        wanted = ToStore(stock, new, self._chain(held, 0, count), first, *sums, room)
+        stored = yield from planner.store(worker.lease, namespace.number, wanted)
+        if len(stored.rows) >= first:
+            worker.stocks[namespace.number] = new
+            assert not planner.has_sequence(worker.lease, stock)
+        return stored
+
     def fork(self, worker: Worker, held: Held) -> None:
         child = Held(worker.next, held.namespace, list(held.tokens))
         worker.next += 1
@@ -431,6 +487,12 @@ class Run:
                 part = chain.part(min(first, len(chain)), len(chain))
                 sums = self._rude_sums(local, first, len(part))
                 flow = planner.seal(lease, local, first, part, *sums)
+                self.scheduler.start(name, flow, self._rude_answer)
+            elif verb == "store":
+                first = min(random.choice((0, 0, 0, 1)), len(chain))
+                sums = self._rude_sums(local, 0, len(chain) - first)
+                wanted = ToStore(local, random.randint(1, 3), chain, first, *sums, count // SIZE)
+                flow = planner.store(lease, self.rude_namespace.number, wanted)
                 self.scheduler.start(name, flow, self._rude_answer)
             elif verb == "resume":
                 self.scheduler.start(name, planner.resume(lease, local), self._rude_answer)
@@ -535,6 +597,8 @@ class Run:
         self.rude_lease = self._open_lease()
         self.check()
         for worker in self.workers:
+            worker.stocks, worker.putting = {}, False
+            self._release_strangers(worker)
             for held in list(worker.sequences.values()):
                 self._reconnect(worker, held)
         while len(self.workers) < 2:
@@ -568,6 +632,12 @@ class Run:
             if not sequence.suspended and not blocks.has_copy(sequence.rows, Tier.DEVICE).all():
                 self._log(Kind.SEQ_SUSPEND, id=sequence.id)
 
+    def _release_strangers(self, worker: Worker) -> None:
+        """What the daemon holds and the worker does not know, or will not take up."""
+        held = self.world.planner.sequences_of(worker.lease)
+        names = {sequence.id & 0xFFFFFFFF for sequence in held} - set(worker.sequences)
+        self.world.planner.release(worker.lease, sorted(names))
+
     def _reconnect(self, worker: Worker, held: Held) -> None:
         sequence = self.world.state.sequences.get(sequence_id(worker.lease, held.local))
         if held.asking == "acquire":
@@ -593,6 +663,7 @@ class Run:
         happenings: list[tuple[float, Callable[[], None]]] = [
             (60, self._act_politely),
             (5, self.write_behind),
+            (10, lambda: self.put(self.random.choice(self.workers))),
             (1, self._crowd),
             (1, self._replace_worker),
             (2 * plan.faults, self.pause),

@@ -25,6 +25,7 @@ from tierkv.core.records import join
 from tierkv.core.replay import replay
 from tierkv.core.slot_tables import BlockEntries
 from tierkv.core.state import PoolShape, State
+from tierkv.core.storing import ToStore
 from tierkv.core.structures import Structures
 from tierkv.native.core import structures
 from tierkv.native.library import load
@@ -221,3 +222,36 @@ class World:
         return self.run(
             self.planner.seal(self.lease, local, have, chain.part(have, len(chain)), hi, lo)
         )
+
+    def stock(self, local: int, blocks: int) -> Any:
+        """Begin a sequence that only has room."""
+        self.run(self.planner.acquire(self.lease, self.namespace, local, self.chain([])))
+        return self.run(
+            self.planner.reserve(self.lease, local, 0, blocks * self.shape.block_tokens)
+        )
+
+    def to_store(
+        self,
+        stock: int,
+        new_stock: int,
+        tokens: list[int],
+        first: int = 0,
+        tag: bytes = b"",
+        room: int | None = None,
+    ) -> ToStore:
+        """What ``put`` asks for, its payloads written into the stock."""
+        chain, size = self.chain(tokens), self.shape.block_tokens
+        payloads = [tag + repr(tokens[: (b + 1) * size]).encode() for b in range(first, len(chain))]
+        slots = self.planner.table(self.planner.sequence(self.lease, stock)).slots
+        hi, lo = self.write(slots, 0, payloads)
+        room = len(payloads) if room is None else room
+        return ToStore(stock, new_stock, chain, first, hi, lo, room)
+
+    def put(self, *arguments: Any, **options: Any) -> int:
+        """Store blocks out of a stock, with the payload that ``store`` would give them.
+
+        Returns how many of them are cached.
+        """
+        wanted = self.to_store(*arguments, **options)
+        stored = self.run(self.planner.store(self.lease, self.namespace, wanted))
+        return len(stored.rows) - wanted.first

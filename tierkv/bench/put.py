@@ -8,14 +8,16 @@ from tierkv.bench import blocks
 from tierkv.bench.bars import Reaches
 from tierkv.bench.daemon import Daemon
 from tierkv.bench.harness import Bench, Line, gigabytes_per_s, once, repeat
+from tierkv.client.stock import STOCK_BYTES_MAX
 from tierkv.core.spec import KVSpec
 from tierkv.units import KiB, MiB
 
 BARS = {64 * KiB: 0.75, 256 * KiB: 0.85, 2 * MiB: 0.9}
 """Block bytes, and which share of a plain copy's speed a put has to reach."""
 
-BATCHES = 3
-"""So many cached ones, and as many slots for the plain copy."""
+BATCHES, BATCHES_LARGE = 8, 3
+"""So many cached ones, and as many slots for the plain copy: a worker keeps room for its next put
+if that is a small part of the tier. Not for large ones."""
 
 
 def run(bench: Bench) -> Iterator[Line]:
@@ -27,14 +29,15 @@ def run(bench: Bench) -> Iterator[Line]:
 def _with(bench: Bench, spec: KVSpec) -> Line:
     place = bench.same_core
     payload = blocks.some_payload(spec, blocks.BLOCKS_PER_CALL)
-    ring, times = blocks.Ring(payload, BATCHES), bench.pick(12, 2)
+    batches = BATCHES if payload.nbytes <= STOCK_BYTES_MAX else BATCHES_LARGE
+    ring, times = blocks.Ring(payload, batches), bench.pick(12, 2)
     prompts = blocks.Prompts(spec, len(payload))
     name = f"put.{blocks.label(spec)}"
-    settings = {"device.bytes": str(2 * BATCHES * payload.nbytes)}
+    settings = {"device.bytes": str(2 * batches * payload.nbytes)}
     with Daemon(bench, place, name, settings) as daemon, daemon.connect() as cache:
         namespace = cache.namespace(spec)
-        held = blocks.HeldSlots(namespace, payload, BATCHES)
-        for _ in range(BATCHES):
+        held = blocks.HeldSlots(namespace, payload, batches)
+        for _ in range(batches):
             blocks.timed_put(namespace, prompts.fresh(), payload)
         measured = bench.interleave(
             place,

@@ -23,11 +23,10 @@ def reserve(namespace: Namespace, tokens: U32) -> Sequence:
 
 
 def put(namespace: Namespace, tokens: U32, payload: U8) -> None:
-    """Cache ``tokens`` with ``payload`` (u8 [blocks, block_bytes]) by copy, and let go of them."""
-    sequence = reserve(namespace, tokens)
-    sequence.write_blocks(0, payload)
-    sequence.append(tokens)
-    sequence.end()
+    """Cache ``tokens`` with ``payload`` (u8 [blocks, block_bytes]) by copy."""
+    written = namespace.write(tokens, payload)
+    if written != len(payload):
+        raise RuntimeError(f"only {written} of {len(payload)} blocks were cached")
 
 
 def get(namespace: Namespace, tokens: U32, out: U8) -> None:

@@ -448,6 +448,20 @@ class Namespace(NamespaceViews):
         finally:
             await self._client._release_orphans()
 
+    async def write(
+        self,
+        token_ids: TokenIds,
+        data: Any,
+        *,
+        first: int = 0,
+        extra_keys: ExtraKeys | None = None,
+    ) -> int:
+        """Cache whole blocks by copy; returns how many are cached. See the blocking client."""
+        try:
+            return await self._client._run(self._core.write(token_ids, data, first, extra_keys))
+        finally:
+            await self._client._release_orphans()
+
     async def attention(
         self,
         layer: int,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from tierkv.client.copying import rows_of
 from tierkv.client.core import ClientCore, Steps, expect
 from tierkv.client.sequences import (
     ExtraKeys,
@@ -14,6 +15,7 @@ from tierkv.client.sequences import (
     extras_blob,
     extras_of,
 )
+from tierkv.client.stock import Piece, Stock
 from tierkv.client.tokens import TokenIds, token_array
 from tierkv.core.ids import U8, U32, U64
 from tierkv.core.prefix import HASH_BYTES, extra_digests
@@ -68,6 +70,7 @@ class NamespaceCore:
         self.payload: U8 = self.pool
         """The slots without their padding: u8 [slots, block_bytes]."""
         self._place: object = None
+        self._stock = Stock(self)
 
     def ask_open(self) -> Request:
         """The request that opens this namespace on a connection."""
@@ -185,6 +188,26 @@ class NamespaceCore:
         if copied.tobytes() == located.checksums:
             return len(slots)
         return int((copied != stated).any(axis=1).argmax())
+
+    def write(
+        self, token_ids: TokenIds, data: Any, first: int, extra_keys: ExtraKeys | None
+    ) -> Steps[int]:
+        """Cache whole blocks by copy, as blocks ``first`` .. of a chain; returns how many are."""
+        rows = rows_of("data", data, self.spec.block_bytes)
+        tokens, extras = self._offer(token_ids, 0, extra_keys)
+        stop = (first + len(rows)) * self.spec.block_tokens
+        if first < 0 or len(tokens) < stop:
+            raise InvalidArgument(
+                f"{len(rows)} blocks from block {first} on end at token {stop}; there are "
+                f"{len(tokens)} token ids in whole blocks"
+            )
+        if not len(rows):
+            return 0
+        tokens = tokens[:stop]
+        hashes = self._hashes(tokens, extras)
+        blob = extras_blob(extras, 0, len(hashes))
+        piece = Piece(tokens, extra_keys, hashes.tobytes(), blob, first, rows)
+        return (yield from self._stock.write(piece))
 
     def attend(self, plan: AttendPlan, q: U8, out: U8) -> Steps[None]:
         """Paged attention in the daemon; ``q`` and ``out`` are the bytes of [T, q_heads, D]."""

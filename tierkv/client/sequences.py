@@ -119,6 +119,16 @@ class SequenceCore:
         self._arrive(table)
         return self
 
+    def succeeded_by(self, number: int, slots: bytes) -> SequenceCore:
+        """The sequence, without tokens, that the daemon has opened in this one's place."""
+        new = SequenceCore(self.namespace, number)
+        new.adopt(slots, 0)
+        new._require_room(0)
+        self.ended = True
+        self.client.sequences.pop(self.number, None)
+        self.client.sequences[number] = new
+        return new
+
     def _arrive(self, table: Table) -> None:
         """Take the table of a sequence that begins: it is there, or a part of it is."""
         self.coming = table.ready >= 0

@@ -524,6 +524,31 @@ class Namespace(NamespaceViews):
         finally:
             self._client._release_orphans()
 
+    def write(
+        self,
+        token_ids: TokenIds,
+        data: Any,
+        *,
+        first: int = 0,
+        extra_keys: ExtraKeys | None = None,
+    ) -> int:
+        """Cache whole blocks by copy, in one round trip; returns how many are cached.
+
+        ``data``: as for ``Sequence.write_blocks``, n blocks. They are blocks ``first`` .. ``first +
+        n - 1`` of the chain that ``token_ids`` make; those before ``first`` must be cached, so a
+        long prompt can be written in pieces. Returns n, or less if blocks are not cached (any
+        more): 0 if those before ``first`` are not, then begin again with the first one. Where a
+        block is cached already, that one is used. Acknowledged as durably as ``Sequence.append``.
+
+        Keeps room in the device tier for as many blocks, up to 64 MiB and a sixteenth of the tier,
+        until the client closes: the next call writes into that. Raises PoolExhausted,
+        InvalidArgument, TierFailed.
+        """
+        try:
+            return self._client._run(self._core.write(token_ids, data, first, extra_keys))
+        finally:
+            self._client._release_orphans()
+
     def attention(
         self,
         layer: int,

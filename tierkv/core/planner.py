@@ -8,6 +8,7 @@ reconnect.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from tierkv.core.records import Kind, Records, blank, join, push
 from tierkv.core.sealing import Sealer
 from tierkv.core.sequences import LOCAL_MAX, Sequences, TableView
 from tierkv.core.state import Lease, PoolShape, Sequence, State
+from tierkv.core.storing import Stored, Storer, ToStore
 from tierkv.errors import (
     CorruptionError,
     InvalidArgument,
@@ -57,6 +59,7 @@ class Planner:
         self._sequences = Sequences(placement, limits.sequences)
         self._matcher = Matcher(placement)
         self._sealer = Sealer(placement, self._sequences, self._matcher)
+        self._storer = Storer(placement, self._sequences, self._matcher, self._sealer)
 
     # --- leases and namespaces --------------------------------------------------------------------
 
@@ -410,6 +413,20 @@ class Planner:
         Raises InvalidArgument, UnknownSequence.
         """
         return self._sealer.seal(lease, local, first, chain, sum_hi, sum_lo)
+
+    def store(self, lease: int, namespace: int, wanted: ToStore) -> Flow[Stored]:
+        """Cache blocks that a worker wrote into its stock; see ``Storer.store``.
+
+        Where there is no room for the new stock it has what is left of the old one. Raises
+        LimitExceeded, InvalidArgument, UnknownSequence.
+        """
+        self._check_size(max(len(wanted.chain), wanted.room))
+        stored = yield from self._storer.store(lease, namespace, wanted)
+        if self.has_sequence(lease, wanted.new_stock):
+            room_tokens = wanted.room * wanted.chain.tokens.shape[1]
+            with suppress(PoolExhausted):
+                yield from self.reserve(lease, wanted.new_stock, 0, room_tokens)
+        return stored
 
     def take_sealed(self) -> list[tuple[I64, U64]]:
         """Rows and ids sealed since the last call: candidates for write-behind. Mutates."""

@@ -172,7 +172,7 @@ class Sealer:
         self._placement.counters.deduplicated_blocks += len(twins)
         if len(cold):
             self._placement.doubt.clear(twins[cold])
-            self._sealed(twins[cold])
+            self.sealed(twins[cold])
 
     def _forget_lower(self, rows: I64) -> list[Records]:
         """DROP records of all copies below the device tier."""
@@ -196,7 +196,7 @@ class Sealer:
         parent = self._sequences.parent_id(sequence, at)
         records, applied = self.name(sequence.namespace, rows, parent, filled)
         self._placement.commit(records, applied=applied)
-        self._sealed(rows)
+        self.sealed(rows)
 
     def name(self, namespace: int, rows: I64, parent: int, filled: Filled) -> tuple[Records, bool]:
         """Records that seal these open blocks as a chain behind the block ``parent`` (an id).
@@ -226,7 +226,7 @@ class Sealer:
         self._fill(namespace, slots, ids, parents, filled)
         return records, False
 
-    def _sealed(self, rows: I64) -> None:
+    def sealed(self, rows: I64) -> None:
         """These rows are sealed, or came up, and want a copy on disk. Mutates."""
         self.newly_sealed.append((rows, self._state.blocks.id[rows]))
 

@@ -19,7 +19,7 @@ import msgspec
 
 from tierkv.core.spec import KVSpec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Message(msgspec.Struct, array_like=True, gc=False):
@@ -144,6 +144,27 @@ class Seal(Message, tag="seal"):
     extras: bytes = b""
 
 
+class Store(Message, tag="store"):
+    """Blocks of a stock are full: they are cached as a part of a chain, and nobody holds them.
+
+    A stock is a sequence that only has room, as after ``acquire`` with ``room_tokens`` and no
+    hashes. Its first n blocks are blocks ``first`` .. ``first + n - 1`` of the chain that
+    ``hashes``, ``tokens`` and ``extras`` describe from its beginning; n is the number of
+    ``checksums``. The blocks before must be cached. What is left of the stock becomes
+    ``new_stock``, with room for ``room_blocks`` blocks, if that can be had.
+    """
+
+    namespace: int
+    stock: int
+    new_stock: int
+    first: int
+    hashes: bytes
+    tokens: bytes
+    checksums: bytes
+    extras: bytes = b""
+    room_blocks: int = 0
+
+
 class Truncate(Message, tag="truncate"):
     """Keeps the first ``tokens`` tokens of a sequence."""
 
@@ -222,6 +243,7 @@ Request = (
     | Await
     | Reserve
     | Seal
+    | Store
     | Truncate
     | Fork
     | Suspend
@@ -310,6 +332,16 @@ class Table(Message, tag="table"):
     load_us: int = 0
 
 
+class Stored(Message, tag="stored"):
+    """``blocks`` of those that were to be stored are cached; ``slots``: of the new stock.
+
+    0 blocks: those before them are not cached (any more), and the old stock is as it was.
+    """
+
+    blocks: int
+    slots: bytes
+
+
 class Done(Message, tag="done"):
     """It is done, and as durable as the daemon's mode promises."""
 
@@ -328,4 +360,15 @@ class Failure(Message, tag="failure"):
     details: dict[str, Any]
 
 
-Reply = Welcome | NamespaceOpened | Found | Existing | Located | Table | Done | Status | Failure
+Reply = (
+    Welcome
+    | NamespaceOpened
+    | Found
+    | Existing
+    | Located
+    | Table
+    | Stored
+    | Done
+    | Status
+    | Failure
+)

@@ -260,16 +260,24 @@ class Engine:
         """A seal that, with durability "power", ends only when its blocks are on disk.
 
         So are all blocks before them, whoever sealed those: without one of them the ones behind
-        it could not be found. Raises TierFailed if the disk did not take them: they are sealed
-        and survive the daemon's death, but not the machine's. The worker may ask again.
+        it could not be found. Raises TierFailed; see ``on_disk``.
         """
         result = yield from flow
+        yield from self.on_disk(sequence.rows, self.planner.state.blocks.id[sequence.rows])
+        return result
+
+    def on_disk(self, rows: I64, ids: U64) -> Flow[None]:
+        """With durability "power", return when those of the blocks that are sealed are on disk.
+
+        ``ids`` name the blocks that ``rows`` held. Raises TierFailed if the disk did not take them:
+        they are sealed and survive the daemon's death, but not the machine's. The worker may ask
+        again.
+        """
         if self._durable_seal:
             self.planner.take_sealed()
             placement, blocks = self.planner.placement, self.planner.state.blocks
-            rows = sequence.rows
-            rows = rows[blocks.is_sealed(rows)]
-            ids = blocks.id[rows].copy()
+            sealed = blocks.is_sealed(rows)
+            rows, ids = rows[sealed], ids[sealed]
             yield from placement.clean_down(rows, ids)
             alive = blocks.id[rows] == ids
             if not blocks.has_copy(rows[alive], Tier.DISK).all():
@@ -278,7 +286,6 @@ class Engine:
                     "daemon's log for why",
                     tier=Tier.DISK.label,
                 )
-        return result
 
     def write_all_behind(self) -> None:
         """Queue every sealed block that has no copy on disk, nor gets one now, however many."""

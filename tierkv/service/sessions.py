@@ -17,6 +17,7 @@ from tierkv.core.effects import Flow
 from tierkv.core.ids import U32, U64, Tier
 from tierkv.core.matching import Chain, TierCounts
 from tierkv.core.sequences import TableView
+from tierkv.core.storing import ToStore
 from tierkv.errors import InvalidArgument, LimitExceeded, TierFailed, TierkvError, UnknownNamespace
 from tierkv.obs.status import WorkerStatus
 from tierkv.rpc import messages as m
@@ -30,7 +31,7 @@ from tierkv.tiers.entry import join_hashes, split_hashes
 
 log = logging.getLogger(__name__)
 
-LASTING = (m.Seal, m.Flush)
+LASTING = (m.Seal, m.Store, m.Flush)
 """What is promised by the reply to these is on disk. Any other is about memory, or a lease on it:
 a worker that could hold us to it ends with the machine."""
 
@@ -153,6 +154,7 @@ class Sessions:
             m.Await: self._await,
             m.Reserve: self._reserve,
             m.Seal: self._seal,
+            m.Store: self._store,
             m.Truncate: self._truncate,
             m.Fork: self._fork,
             m.Suspend: self._suspend,
@@ -348,6 +350,29 @@ class Sessions:
         )
         view = yield from self._engine.sealing(sequence, flow)
         return _table(message.sequence, view)
+
+    def _store(self, session: Session, message: m.Store) -> Flow[m.Message]:
+        self._check_open(session, message.namespace)
+        chain = self._chain(message.namespace, message.hashes, message.tokens, message.extras)
+        sum_hi, sum_lo = split_hashes(message.checksums)
+        if not 0 <= message.first <= len(chain) or len(sum_hi) != len(chain) - message.first:
+            raise InvalidArgument(
+                f"store: {len(chain)} hashes, of which the first {message.first} are cached, but "
+                f"{len(sum_hi)} checksums"
+            )
+        if message.room_blocks < 0:
+            raise InvalidArgument("store: room_blocks must not be negative")
+        wanted = ToStore(
+            *(message.stock, message.new_stock, chain, message.first),
+            *(sum_hi, sum_lo, message.room_blocks),
+        )
+        stored = yield from self._planner.store(session.lease, message.namespace, wanted)
+        yield from self._engine.on_disk(stored.rows, stored.ids)
+        blocks = max(len(stored.rows) - message.first, 0)
+        if not self._planner.has_sequence(session.lease, message.new_stock):
+            return m.Stored(blocks, b"")
+        stock = self._planner.sequence(session.lease, message.new_stock)
+        return m.Stored(blocks, _blob(self._planner.table(stock).slots))
 
     def _truncate(self, session: Session, message: m.Truncate) -> Flow[m.Message]:
         yield from ()
