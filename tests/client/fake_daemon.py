@@ -207,8 +207,20 @@ class FakeDaemon:
             slots = self.prefix(message.hashes)
             self.hold(slots)
             lease.sequences[message.sequence] = Held(message.namespace, slots, len(slots))
+            if message.room_tokens:
+                self.make_room(lease, message)
         held = lease.sequences[message.sequence]
         return self.table(message.sequence, held, device=len(held.slots))
+
+    def make_room(self, lease, message) -> None:
+        held = lease.sequences[message.sequence]
+        written = len(held.slots) * self.specs[held.namespace].block_tokens
+        try:
+            total = max(message.room_tokens, written)
+            self.reserve(lease, m.Reserve(message.sequence, written, total), None)
+        except PoolExhausted:
+            self.drop(lease.sequences.pop(message.sequence).slots)
+            raise
 
     def reserve(self, lease, message, connection) -> m.Table:
         held = self.find(lease, message.sequence)
@@ -248,6 +260,33 @@ class FakeDaemon:
                 held.slots[at] = existing
             held.sealed = max(held.sealed, at + 1)
         return self.table(message.sequence, held)
+
+    def store(self, lease, message, connection) -> m.Stored:
+        count = len(message.checksums) // 16
+        if message.new_stock in lease.sequences and message.stock not in lease.sequences:
+            return m.Stored(count, blob(lease.sequences[message.new_stock].slots))
+        held = self.find(lease, message.stock)
+        spec, first = self.specs[message.namespace], message.first
+        assert len(message.hashes) // 16 == first + count
+        assert len(message.tokens) == 4 * spec.block_tokens * (first + count)
+        if len(self.prefix(message.hashes)) < first:
+            return m.Stored(0, b"")
+        left = held.slots[count:]
+        for i, slot in enumerate(held.slots[:count]):
+            name = message.hashes[16 * (first + i) :][:16]
+            if name in self.cached:
+                left.append(slot)
+                continue
+            payload = self.pool(spec)[slot, : spec.block_bytes].tobytes()
+            assert xxhash.xxh3_128_digest(payload) == message.checksums[16 * i :][:16]
+            self.cached[name] = slot
+        del lease.sequences[message.stock]
+        self.drop([slot for slot in held.slots if slot not in left[: message.room_blocks]])
+        new = Held(message.namespace, left[: message.room_blocks])
+        while len(new.slots) < message.room_blocks and self.free:
+            new.slots.append(self.take_slot())
+        lease.sequences[message.new_stock] = new
+        return m.Stored(count, blob(new.slots))
 
     def truncate(self, lease, message, connection) -> m.Table:
         held = self.find(lease, message.sequence)

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.core.world import World
 from tests.crash.daemon import Daemon
-from tests.crash.pattern import SMALL
+from tests.crash.pattern import SMALL, payload
 from tierkv.core.ids import Tier
 from tierkv.service.engine import Engine
 
@@ -60,6 +60,19 @@ def test_a_twin_that_another_worker_has_sealed_but_not_yet_on_disk_is_written_fi
     assert on_disk(world, 2) == [True, True]
 
 
+def test_what_is_stored_is_on_disk_and_so_is_all_before_it() -> None:
+    world = World(16, 0, 16)
+    engine = durable_engine(world)
+    world.stock(1, 2)
+    assert world.put(1, 2, TOKENS[:8]) == 2
+    wanted = world.to_store(2, 3, TOKENS[:16], 2)
+    stored = world.run(world.planner.store(world.lease, world.namespace, wanted))
+    assert not world.state.blocks.has_copy(stored.rows, Tier.DISK).any()
+    world.run(engine.on_disk(stored.rows, stored.ids))
+    assert world.state.blocks.has_copy(stored.rows, Tier.DISK).all()
+    assert len(stored.rows) == 4
+
+
 def test_only_what_is_promised_on_disk_waits_for_a_sync() -> None:
     with Daemon(wal__durability="power") as daemon:
         daemon.start()
@@ -78,3 +91,6 @@ def test_only_what_is_promised_on_disk_waits_for_a_sync() -> None:
             sequence.end()
             namespace.begin(TOKENS).end()
             assert syncs() == before
+            tokens = [token + 1 for token in TOKENS]
+            namespace.write(tokens, payload(SMALL, tokens).reshape(-1, SMALL.block_bytes))
+            assert syncs() >= before + 1

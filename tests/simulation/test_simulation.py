@@ -68,7 +68,14 @@ def test_the_runs_have_been_everywhere(totals: Counter[str]) -> None:
     """A simulation that tests nothing must not pass."""
     for what in (
         *VERBS,
-        *("blocks hit", "ended by kill", "ended by power", "images lived on", "faults"),
+        *(
+            "blocks hit",
+            "blocks stored",
+            "ended by kill",
+            "ended by power",
+            "images lived on",
+            "faults",
+        ),
         *("log died", "tier_failed", "refused to start", "pool_exhausted"),
         *("segments removed", "power losses"),
     ):

@@ -133,6 +133,8 @@ class Worker:
                 await self._read(path)
             elif b % 3 == 1:
                 await self._ask(m.Lookup(self._namespace, b"".join(names(tuple(path))), True))
+            else:
+                await self._put(path, a % 3)
             await self.begin(path)
             return
         sequence = self.sequences[local]
@@ -198,6 +200,53 @@ class Worker:
             if stated != xxhash.xxh3_128_digest(expected) or (fits and copied != expected):
                 self._ledger.violate(Violation.WRONG, f"block {block} that was read")
             self._ledger.happened["blocks read" if fits else "slots gone to others"] += 1
+
+    async def _put(self, tokens: list[int], first: int) -> None:
+        """Store the full blocks of ``tokens`` from ``first`` on, out of a stock."""
+        chain = names(tuple(tokens))
+        first = min(first, max(len(chain) - 1, 0))
+        stock = await self._stock(len(chain) - first) if chain else None
+        if stock is None:
+            return
+        sums = b""
+        for block, slot in zip(range(first, len(chain)), self.sequences[stock].slots, strict=False):
+            upto = tuple(tokens[: (block + 1) * SIZE])
+            payload = block_payload(upto)
+            parent = chain[block - 1] if block else SPEC.digest
+            self._ledger.issued(chain[block], parent, upto, payload)
+            self._payload(slot)[: len(payload)] = np.frombuffer(payload, np.uint8)
+            sums += xxhash.xxh3_128_digest(payload)
+        new, self._next = self._next, self._next + 1
+        ids = np.array(tokens[: len(chain) * SIZE], "<u4").tobytes()
+        self.uncertain |= {stock, new}
+        answer = await self._ask(
+            m.Store(self._namespace, stock, new, first, b"".join(chain), ids, sums, b"", first + 1)
+        )
+        if isinstance(answer, m.Failure):  # it may have been stored, though not as promised
+            await self._ask(m.Release([stock, new]))
+            del self.sequences[stock]
+        elif answer.blocks:
+            del self.sequences[stock]
+            self.sequences[new] = Sequence([], _slots(answer.slots))
+            self._ledger.sealed(list(chain))
+        self._ledger.happened["blocks stored"] += getattr(answer, "blocks", 0)
+        self.uncertain -= {stock, new}
+
+    async def _stock(self, blocks: int) -> int | None:
+        """A sequence that only has room, for so many blocks; None if refused."""
+        for local, sequence in self.sequences.items():
+            if not sequence.tokens and not sequence.suspended:
+                reserved = await self._table(local, m.Reserve(local, 0, blocks * SIZE))
+                return local if reserved else None
+        if len(self.sequences) >= SEQUENCES_MAX:
+            await self.release(min(self.sequences))
+        local, self._next = self._next, self._next + 1
+        self.uncertain.add(local)
+        self.sequences[local] = Sequence()
+        message = m.Acquire(self._namespace, local, b"", b"", b"", blocks * SIZE)
+        begun = await self._table(local, message)
+        self.uncertain.discard(local)
+        return local if begun else None
 
     async def grow(self, local: int, tokens: list[int]) -> bool:
         """Write on until the sequence holds ``tokens``, sealing what is full."""

@@ -67,6 +67,7 @@ class Worker:
         verbs = {
             self._begin: 4,
             self._grow: 8,
+            self._put: 3,
             self._check_one: 2,
             self._fork: 2,
             self._truncate: 1,
@@ -107,6 +108,22 @@ class Worker:
             self.done[f"{tier} hits"] += getattr(sequence.cached_from, tier)
         self._check(held)
         self._write(held, tokens[sequence.num_tokens :])
+
+    def _put(self) -> None:
+        """Cache whole blocks by copy, in one piece or two, held by nobody."""
+        choices = [self._choice() for _ in range(self._chance.randint(1, DEPTH_MAX))]
+        namespace = self._chance.choice(self._namespaces)
+        spec, tokens = namespace.spec, prompt(self._tree, choices)
+        blocks = len(tokens) // spec.block_tokens
+        whole = blocks * spec.block_tokens
+        data = payload(spec, tokens[:whole]).reshape(blocks, spec.block_bytes)
+        cut = self._chance.randint(0, blocks)
+        for first, stop in ((0, cut), (cut, blocks)):
+            if namespace.write(tokens, data[first:stop], first=first) < stop - first:
+                return  # what is before has left the cache already
+            if stop > first:
+                self._acknowledged(namespace, choices, stop)
+        self.done["puts"] += 1
 
     def _grow(self) -> None:
         held = self._pick(suspended=False)
@@ -185,16 +202,20 @@ class Worker:
         sequence.append(tokens)
         full = sequence.num_tokens // spec.block_tokens
         if full > before // spec.block_tokens:
-            acknowledged = {
-                "at": time.monotonic(),
-                "model": spec.model,
-                "choices": held.choices,
-                "blocks": full,
-                "epoch": self._client.epoch,
-            }
-            os.write(self._acks, json.dumps(acknowledged).encode() + b"\n")
+            self._acknowledged(held.namespace, held.choices, full)
             self.done["seals"] += 1
         self._check(held)
+
+    def _acknowledged(self, namespace: Namespace, choices: list[int], blocks: int) -> None:
+        """The first blocks on a way through the tree are sealed: write that down."""
+        acknowledged = {
+            "at": time.monotonic(),
+            "model": namespace.spec.model,
+            "choices": choices,
+            "blocks": blocks,
+            "epoch": self._client.epoch,
+        }
+        os.write(self._acks, json.dumps(acknowledged).encode() + b"\n")
 
     def _check(self, held: Held) -> None:
         """Compare all bytes of an active sequence, the partial tail included."""
@@ -232,7 +253,7 @@ class Worker:
                     self.done["lost"] += 1
         said = self._folder / f"paused-{os.getpid()}"
         draft = self._folder / f"pausing-{os.getpid()}"
-        held = sum(not one.sequence.lost for one in self._held)
+        held = len(self._client._core.sequences)  # those that it writes from are among them
         draft.write_text(json.dumps({"held": held, "done": self.done}))
         draft.rename(said)
         while (self._folder / "pause").exists():
