@@ -1,4 +1,4 @@
-"""tierkv by its worker API: one sequence a batch, read and written by copy."""
+"""tierkv by its worker API: one call a batch, read and written by copy."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ class Tierkv(Driver):
         return Prompt(tokens, chain_hashes(self._spec.digest, tokens, BLOCK_TOKENS, nothing))
 
     def put(self, keys: Prompt, blocks: U8) -> None:
-        """Begin with room, copy into the slots, append, end."""
-        with self._namespace.begin(keys.tokens, reserve=0) as sequence:
-            sequence.write_blocks(0, blocks)
-            sequence.append(keys.tokens)
+        """One call, which waits until all of it is acknowledged."""
+        written = self._namespace.write(keys.tokens, blocks)
+        if written != len(blocks):
+            raise RuntimeError(f"only {written} of {len(blocks)} blocks were cached")
 
     def get(self, keys: Prompt, out: U8) -> list[bool]:
         """One call, which checks what it copies."""
