@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,12 @@ import tierkv
 from tests.crash.daemon import START_S
 from tests.crash.one_thread import DIE, LISTENS, REST, STOP, TICK
 from tests.crash.pattern import SMALL, payload, put, wrong_token
+from tierkv.client.core import Ask
 from tierkv.client.sync import Client, Link, Sequence
 from tierkv.config import schema
 from tierkv.core.spec import slot_stride
 from tierkv.errors import TierkvError, Unavailable
+from tierkv.rpc.messages import Reply
 from tierkv.tiers.disk import disk_slot_bytes
 
 SIZE = SMALL.block_tokens
@@ -132,11 +134,33 @@ class Worker:
         self.end(sequence)
 
     def write(self, number: int, blocks: int) -> None:
+        """The same by copy: a block at a time, for more is no small part of the device tier."""
         tokens = chain(number, blocks)
-        whole = payload(SMALL, tokens).reshape(blocks, SMALL.block_bytes)
-        assert self.namespace.write(tokens, whole) == blocks
-        self._log(number, blocks)
-        self.rest()
+        data = payload(SMALL, tokens).reshape(blocks, SMALL.block_bytes)
+        for first in range(blocks):
+            stop = first + 1
+            with self._at_rest_between():
+                cached = self.namespace.write(tokens[: stop * SIZE], data[first:stop], first=first)
+            self.rest()
+            if not cached:
+                return  # what is before has left: a device that fails can cost that
+            self._log(number, stop)
+
+    @contextlib.contextmanager
+    def _at_rest_between(self) -> Iterator[None]:
+        """Between the requests of one call the daemon comes to rest, too."""
+        exchange = self._client._exchange
+
+        def exchange_and_rest(ask: Ask, deadline: float) -> Reply:
+            reply = exchange(ask, deadline)
+            self.rest()
+            return reply
+
+        self._client._exchange = exchange_and_rest  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self._client._exchange = exchange  # type: ignore[method-assign]
 
     def end(self, sequence: Sequence) -> None:
         sequence.end()

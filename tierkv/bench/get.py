@@ -22,7 +22,7 @@ from tierkv.bench.harness import (
     once,
     repeat,
 )
-from tierkv.bench.put import BARS, BATCHES
+from tierkv.bench.put import BARS
 from tierkv.client.sync import Namespace
 from tierkv.core.ids import U8, U32
 from tierkv.core.spec import KVSpec
@@ -30,6 +30,9 @@ from tierkv.units import KiB, MiB
 
 ONE_BLOCK_US = {64 * KiB: 35.0, MiB: 110.0}
 """Block bytes, and how long the median get of one block may take."""
+
+BATCHES = 3
+"""So many of 64 blocks take turns."""
 
 PROMPTS = 32
 """One-block prompts that take turns, so that no block stays in the processor's caches."""
@@ -61,7 +64,8 @@ def _cached(bench: Bench, spec: KVSpec, name: str, count: int, prompts: int) -> 
     """A daemon that has so many prompts of ``count`` blocks cached, every byte checked."""
     payload = blocks.some_payload(spec, count)
     unseen = blocks.Prompts(spec, count)
-    settings = {"device.bytes": str(2 * prompts * payload.nbytes)}
+    # One more for the room that a worker keeps for what it may put next.
+    settings = {"device.bytes": str((2 * prompts + 1) * payload.nbytes)}
     with Daemon(bench, bench.same_core, name, settings) as daemon, daemon.connect() as cache:
         namespace = cache.namespace(spec)
         held = blocks.HeldSlots(namespace, payload, prompts)
