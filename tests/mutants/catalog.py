@@ -282,6 +282,20 @@ MUTANTS = (
         Simulated("power"),
     ),
     _one(
+        "the log lets go of a stock before its blocks have their names",
+        "tierkv.core.storing",
+        "            records = join([named, records])\n",
+        "            records = join([records, named])\n",
+        Tests(("tests/core/test_storing.py",)),
+    ),
+    _one(
+        "blocks are stored behind others that are not cached",
+        "tierkv.core.storing",
+        "        if len(found) < wanted.first:\n",
+        "        if False:\n",
+        Simulated("kill", "kill"),
+    ),
+    _one(
         "a failed sync of the log is tried again",
         WRITER,
         "                with self._dying():\n"

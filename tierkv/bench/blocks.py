@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import xxhash
@@ -53,10 +53,13 @@ def some_payload(spec: KVSpec, blocks: int) -> U8:
     return generator.integers(0, 256, (blocks, spec.block_bytes), np.uint8)
 
 
-def timed_put(namespace: Namespace, tokens: U32, payload: U8) -> float:
+Put = Callable[[Namespace, U32, U8], None]
+
+
+def timed_put(namespace: Namespace, tokens: U32, payload: U8, put: Put = worker.put) -> float:
     """Seconds of a put by copy, from the prompt until the blocks are acknowledged and released."""
     began = time.perf_counter()
-    worker.put(namespace, tokens, payload)
+    put(namespace, tokens, payload)
     return time.perf_counter() - began
 
 

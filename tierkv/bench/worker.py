@@ -29,6 +29,14 @@ def put(namespace: Namespace, tokens: U32, payload: U8) -> None:
         raise RuntimeError(f"only {written} of {len(payload)} blocks were cached")
 
 
+def put_by_sequence(namespace: Namespace, tokens: U32, payload: U8) -> None:
+    """The same by a sequence, which holds the blocks from the first one to the last."""
+    sequence = reserve(namespace, tokens)
+    sequence.write_blocks(0, payload)
+    sequence.append(tokens)
+    sequence.end()
+
+
 def get(namespace: Namespace, tokens: U32, out: U8) -> None:
     """Copy the blocks of ``tokens`` into ``out`` (u8 [blocks, block_bytes]), and let go of them."""
     sequence = begin(namespace, tokens)
