@@ -456,7 +456,10 @@ class Namespace(NamespaceViews):
         first: int = 0,
         extra_keys: ExtraKeys | None = None,
     ) -> int:
-        """Cache whole blocks by copy; returns how many are cached. See the blocking client."""
+        """Cache whole blocks by copy; returns how many are cached. See the blocking client.
+
+        The copy is made on the event loop: write a long prompt in pieces.
+        """
         try:
             return await self._client._run(self._core.write(token_ids, data, first, extra_keys))
         finally:
