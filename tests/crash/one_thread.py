@@ -15,9 +15,12 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tierkv.config.schema import Config
 from tierkv.service import daemon
+from tierkv.tiers import disk_io
+from tierkv.tiers.writes import SerialWrites
 
 TURNS = 20
 """Turns of the loop in which everything that is due gets done, and everything it leads to."""
@@ -76,12 +79,11 @@ def serve(config: Config, worker: socket.socket) -> int:
         loop.create_task(_obey(config, loop, worker))
         return loop
 
-    original = daemon._loop_factory
-    daemon._loop_factory = lambda: one_thread  # type: ignore[attr-defined]  # not for others
-    try:
+    with (
+        patch.object(daemon, "_loop_factory", lambda: one_thread),
+        patch.object(disk_io, "ThreadWrites", lambda _threads: SerialWrites()),
+    ):
         return daemon.run(config)
-    finally:
-        daemon._loop_factory = original
 
 
 async def _obey(config: Config, loop: OneThreadLoop, worker: socket.socket) -> None:

@@ -49,7 +49,10 @@ class ThreadWrites:
         self._pool = ThreadPoolExecutor(threads, "tierkv-pwritev")
 
     def each(self, job: Callable[[P], R], pieces: Iterable[P]) -> list[R]:
-        """See Writes."""
+        """See Writes. One piece alone is left to the thread that asks."""
+        pieces = list(pieces)
+        if len(pieces) == 1:
+            return [job(pieces[0])]
         begun = [self._pool.submit(job, piece) for piece in pieces]
         wait(begun)
         return [piece.result() for piece in begun]
