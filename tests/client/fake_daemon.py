@@ -6,6 +6,7 @@ leases) and lets a test cut connections, restart, forget and recover at will.
 
 from __future__ import annotations
 
+import mmap
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,16 @@ import xxhash
 from tests.rpc.serving import Serving
 from tierkv.core.spec import KVSpec, slot_stride
 from tierkv.errors import CorruptionError, NamespaceMismatch, PoolExhausted, UnknownSequence
+from tierkv.native.directory import PLACES, bucket_count, enter
 from tierkv.rpc import messages as m
 from tierkv.rpc.connection import Connection
+from tierkv.tiers.entry import entry_dtype, split_hashes, write_entries
 
 ARENA_BYTES = 1 << 20
 SCRATCH_BYTES = 1 << 16
 SLOTS = 64
+TABLE_BYTES = 1 << 16
+BUCKETS = bucket_count(SLOTS)
 
 
 @dataclass
@@ -75,6 +80,11 @@ class FakeDaemon:
         self.arena_file.unlink(missing_ok=True)
         self.arena_fd = os.open(self.arena_file, os.O_RDWR | os.O_CREAT)
         os.ftruncate(self.arena_fd, ARENA_BYTES)
+        self.table_fd = os.memfd_create("table", os.MFD_CLOEXEC)
+        os.ftruncate(self.table_fd, 2 * TABLE_BYTES)
+        self.table_map = mmap.mmap(self.table_fd, 2 * TABLE_BYTES)
+        self.places = np.frombuffer(self.table_map, np.uint64, offset=TABLE_BYTES)[: 8 * BUCKETS]
+        self.where = np.zeros(SLOTS, np.uint32)
         self.arena_id = os.urandom(16)
         self.arena = np.memmap(self.arena_file, np.uint8, "r+")
         self.specs: dict[int, KVSpec] = {}
@@ -108,6 +118,7 @@ class FakeDaemon:
     def close(self) -> None:
         self.stop()
         os.close(self.arena_fd)
+        os.close(self.table_fd)
 
     def cut_all(self) -> None:
         """Break every connection; the daemon stays and keeps the leases."""
@@ -196,11 +207,16 @@ class FakeDaemon:
         number = known[0] if known else self.namespace_base + len(self.specs)
         self.specs[number] = message.spec
         stride = slot_stride(message.spec.block_bytes)
-        return m.NamespaceOpened(number, self.slot_offset, stride, SLOTS)
+        entry_bytes = entry_dtype(message.spec.block_tokens).itemsize
+        place = (0, entry_bytes, TABLE_BYTES, BUCKETS)
+        return m.NamespaceOpened(number, self.slot_offset, stride, SLOTS, *place)
 
     def lookup(self, lease, message, connection) -> m.Found:
         blocks = len(self.prefix(message.hashes))
         return m.Found(blocks, blocks, 0, 0)
+
+    def used(self, lease, message, connection) -> m.Done:
+        return m.Done()
 
     def acquire(self, lease, message, connection) -> m.Table:
         if message.sequence not in lease.sequences:
@@ -254,6 +270,7 @@ class FakeDaemon:
                 checksum = xxhash.xxh3_128_digest(payload.tobytes())
                 assert checksum == message.checksums[16 * i : 16 * i + 16]
                 self.cached[name] = slot
+                self.show(held, spec, at, message, i)
             elif existing != slot:
                 self.hold([existing])
                 self.drop([slot])
@@ -287,6 +304,28 @@ class FakeDaemon:
             new.slots.append(self.take_slot())
         lease.sequences[message.new_stock] = new
         return m.Stored(count, blob(new.slots))
+
+    def show(self, held: Held, spec: KVSpec, at: int, message: m.Seal, i: int) -> None:
+        """Block ``at`` of a sequence is the message's i-th: let workers find it."""
+        size = spec.block_tokens
+        table = np.frombuffer(self.table_map, entry_dtype(size), SLOTS)
+        slots = np.array([held.slots[at]])
+        hi, lo = split_hashes(message.hashes[16 * i : 16 * i + 16])
+        sum_hi, sum_lo = split_hashes(message.checksums[16 * i : 16 * i + 16])
+        write_entries(
+            table,
+            slots,
+            ids=np.array([held.slots[at] + 1], np.uint64),
+            parents=np.array([held.slots[at - 1] + 1 if at else 0], np.uint64),
+            hash_hi=hi,
+            hash_lo=lo,
+            sum_hi=sum_hi,
+            sum_lo=sum_lo,
+            tokens=np.frombuffer(message.tokens, "<u4").reshape(-1, size)[i : i + 1],
+            length=spec.block_bytes,
+            digest=spec.digest,
+        )
+        enter(self.places.reshape(-1, PLACES), self.where, slots, lo)
 
     def truncate(self, lease, message, connection) -> m.Table:
         held = self.find(lease, message.sequence)

@@ -83,6 +83,9 @@ class FakeTiers:
             slot = self.at(tier, pool, s)
             slot.id, slot.tokens, slot.extra, slot.sums = int(name), (), 0, (0, 0)
 
+    def enter(self, tier: Tier, pool: int, slots: Any, hash_lo: Any) -> None:
+        pass
+
     def punch(self, tier: Tier, pool: int, slots: Any) -> None:
         for s in slots:
             self.slots.pop((tier, pool, int(s)), None)

@@ -81,6 +81,7 @@ class RecordingHandler:
 
     def __init__(self, arena_fd: int = -1, arena_bytes: int = 0, scratch_bytes: int = 4096):
         self.arena_fd = arena_fd
+        self.table_fd = arena_fd
         self.state = "serving"
         self.arena_bytes = arena_bytes
         self.scratch_bytes = scratch_bytes
@@ -128,7 +129,7 @@ class RawPeer:
         self.sock.settimeout(WAIT_S)
         self.sock.connect(os.fspath(path))
         self.decoder = FrameDecoder()
-        data, self.fds, _, _ = socket.recv_fds(self.sock, 4096, 2)
+        data, self.fds, _, _ = socket.recv_fds(self.sock, 4096, 3)
         room = self.decoder.writable()
         room[: len(data)] = data
         self.decoder.received(len(data))

@@ -80,8 +80,9 @@ def test_the_greeting_brings_the_arena_and_scratch_memory(serve, handler, arena_
     with RawPeer(serve().path) as peer:
         assert peer.opening == Greeting(PROTOCOL_VERSION, 1, b"A" * 16, 8192, 4096, "serving")
         assert peer.opening_id == 0
-        arena, scratch = peer.fds
+        arena, table, scratch = peer.fds
         assert os.fstat(arena).st_ino == os.fstat(arena_fd).st_ino
+        assert os.fstat(table).st_ino == os.fstat(handler.table_fd).st_ino
         assert os.fstat(scratch).st_size == 4096
         handler.wait_for(lambda: len(handler.live) == 1)
         os.pwrite(scratch, b"from the worker", 0)
@@ -91,13 +92,13 @@ def test_the_greeting_brings_the_arena_and_scratch_memory(serve, handler, arena_
 
 def test_a_worker_cannot_shrink_memory_under_the_daemon(serve):
     with RawPeer(serve().path) as peer, pytest.raises(PermissionError):
-        os.ftruncate(peer.fds[1], 0)
+        os.ftruncate(peer.fds[2], 0)
 
 
 def test_every_worker_has_scratch_memory_of_its_own(serve):
     with RawPeer(serve().path) as one, RawPeer(one.sock.getpeername()) as two:
-        os.pwrite(one.fds[1], b"one", 0)
-        assert os.pread(two.fds[1], 3, 0) == b"\0\0\0"
+        os.pwrite(one.fds[2], b"one", 0)
+        assert os.pread(two.fds[2], 3, 0) == b"\0\0\0"
 
 
 def test_the_kernel_names_the_peer(serve, handler):

@@ -42,7 +42,7 @@ REQUESTS = [
 ]
 REPLIES = [
     messages.Welcome(1, b"t" * 16, 3, True, [messages.SequenceState(2, 1, b"s" * 8, 1, False)]),
-    messages.NamespaceOpened(1, 4096, 4096, 100),
+    messages.NamespaceOpened(1, 4096, 4096, 100, 8192, 152, 16384, 64),
     messages.Found(3, 1, 1, 1),
     messages.Table(2, b"s" * 8, 1, 1, 0, 0),
     messages.Done(),

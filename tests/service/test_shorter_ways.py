@@ -73,14 +73,53 @@ def test_room_must_not_be_negative(ns) -> None:
 # --- read -----------------------------------------------------------------------------------------
 
 
-def test_cached_blocks_are_read_in_one_round_trip_and_nothing_is_logged(ns, client) -> None:
+def test_cached_blocks_are_read_without_asking(ns, client, monkeypatch) -> None:
     ids = tokens(8, seed=10)
     store(ns, ids)
-    client.flush()
-    out, before = out_of(8), client.stat()
+    monkeypatch.setattr(client, "_run", None)
+    out = out_of(8)
     assert ns.read(ids, out) == 8
     assert np.array_equal(out, payloads(SPEC, ids))
-    assert client.stat()["wal"]["appended_lsn"] == before["wal"]["appended_lsn"]
+
+
+def test_blocks_that_differ_by_extra_keys_only_are_read_apart(ns) -> None:
+    ids = tokens(2, seed=11)
+    store(ns, ids)
+    store(ns, ids, [None, b"image"])
+    out = out_of(2)
+    for keys in (None, [None, b"image"]):
+        assert ns.read(ids, out, extra_keys=keys) == 2
+        assert np.array_equal(out, payloads(SPEC, ids, keys))
+    assert ns.read(ids, out, extra_keys=[None, b"other"]) == 1
+
+
+def test_what_is_read_counts_as_used_and_nothing_is_logged(ns, client, daemon) -> None:
+    """Told at once or in a while; a block that is missing counts as looked up."""
+    ids = tokens(8, seed=12)
+    store(ns, ids[: 6 * BLOCK])
+    client.flush()
+    lsn, before = client.stat()["wal"]["appended_lsn"], daemon.metrics()
+    for _ in range(100):
+        assert ns.read(ids[: 6 * BLOCK], out_of(6)) == 6
+    assert ns.read(ids, out_of(8)) == 6
+    assert client.stat()["wal"]["appended_lsn"] == lsn
+    client.close()
+
+    def counted(name: str) -> float:
+        return daemon.metrics()[name] - before[name]
+
+    until(lambda: counted("tierkv_prefix_lookup_tokens_total") == (101 * 6 + 2) * BLOCK)
+    assert counted('tierkv_prefix_hit_tokens_total{tier="device"}') == 101 * 6 * BLOCK
+
+
+def test_what_is_read_again_and_again_stays_in_the_device_tier(ns, client, monkeypatch) -> None:
+    monkeypatch.setattr("tierkv.client.uses.TOLD_S", 0.0)
+    ids = tokens(8, seed=13)
+    store(ns, ids)
+    for seed in range(14_000, 14_020):
+        store(ns, tokens(8, seed=seed))
+        assert ns.read(ids, out_of(8)) == 8
+    assert ns.lookup(ids).device == 8
 
 
 @pytest.mark.parametrize("cached", [0, 1, 5])
@@ -155,6 +194,12 @@ def test_what_is_read_while_its_slots_go_to_others_is_right_or_nothing(ns, clien
 def test_memory_of_another_shape_is_refused(ns) -> None:
     for out in (np.zeros(SPEC.block_bytes, np.uint8), np.zeros((2, 4), np.uint8)):
         with pytest.raises(InvalidArgument, match="blocks are uint8"):
+            ns.read(tokens(2, seed=80), out)
+    for out in (
+        out_of(4)[::2],
+        np.frombuffer(bytes(2 * SPEC.block_bytes), np.uint8).reshape(2, -1),
+    ):
+        with pytest.raises(InvalidArgument, match="not contiguous, or read-only"):
             ns.read(tokens(2, seed=80), out)
 
 

@@ -45,7 +45,7 @@ def get(namespace: Namespace, tokens: U32, out: U8) -> None:
 
 
 def read(namespace: Namespace, tokens: U32, out: U8) -> None:
-    """The same without a sequence, in one round trip: what is copied is checked instead."""
+    """The same without a sequence, and without asking: what is copied is checked instead."""
     copied = namespace.read(tokens, out)
     if copied != len(out):
         raise RuntimeError(f"only {copied} of {len(out)} blocks were read")

@@ -135,6 +135,9 @@ class Client:
 
     async def close(self) -> None:
         """End the lease, and with it all sequences. Never raises; calling it again does nothing."""
+        if not self._closed and os.getpid() == self._core.pid:
+            for namespace in self._core.namespaces_with_uses():
+                self._tell_uses(namespace)
         self._closed = True
         if self._link is not None:
             self._link.close()
@@ -174,6 +177,17 @@ class Client:
         steps = self._core.release_orphans()
         with suppress(TierkvError, ConnectionLost):
             await self._bounded(_drive(steps, lambda ask: link.call(ask())), self._timeout_s)
+
+    def _check_open(self) -> None:
+        """Raise InvalidArgument in a forked child, Unavailable after ``close``."""
+        self._core.check_process()
+        if self._closed:
+            raise Unavailable("this client is closed")
+
+    def _tell_uses(self, namespace: NamespaceCore) -> None:
+        """Best effort, and waits for nothing."""
+        if self._link is not None and self._link.alive:
+            self._link.offer(namespace.tell_uses())
 
     async def _exchange(self, ask: Ask) -> Reply:
         for _ in range(SENDS_MAX):
@@ -238,6 +252,7 @@ class Link(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._last_id = 0
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._offered: asyncio.Future[Reply] | None = None
 
     async def call(self, request: Request | None) -> Reply:
         """Send, and wait for the answer; without a request, only see whether the daemon is there.
@@ -252,16 +267,30 @@ class Link(asyncio.BufferedProtocol):
                 self.close()
                 raise ConnectionLost("the daemon closed the connection")
             return Done()
+        reply = await self._send(self._transport, request)
+        if isinstance(reply, Failure):
+            raise wire_error(reply)
+        return reply
+
+    def offer(self, steps: Steps[None]) -> None:
+        """Send a verb's one request, if it has one, unless the last one offered is unanswered."""
+        if self._transport is None or (self._offered is not None and not self._offered.done()):
+            return
+        ask = next(steps, None)
+        request = ask() if ask else None
+        if request is not None:
+            self._offered = self._send(self._transport, request)
+            # Whatever comes of it.
+            self._offered.add_done_callback(lambda answered: answered.exception())
+
+    def _send(self, transport: asyncio.Transport, request: Request) -> asyncio.Future[Reply]:
         request_id = self._last_id + 1
         frame = encode(request_id, request)
         self._last_id = request_id
         waiting: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = waiting
-        self._transport.write(frame)
-        reply = await waiting
-        if isinstance(reply, Failure):
-            raise wire_error(reply)
-        return reply
+        transport.write(frame)
+        return waiting
 
     def close(self) -> None:
         """The daemon sees end-of-file."""
@@ -443,10 +472,17 @@ class Namespace(NamespaceViews):
         self, token_ids: TokenIds, out: U8, *, extra_keys: ExtraKeys | None = None
     ) -> int:
         """Copy the leading cached blocks into ``out``. See the blocking client."""
-        try:
-            return await self._client._run(self._core.read(token_ids, out, extra_keys))
-        finally:
-            await self._client._release_orphans()
+        self._client._check_open()
+        reading = self._core.read_here(token_ids, out, extra_keys)
+        copied = reading.copied
+        if not reading.done:
+            try:
+                copied = await self._client._run(self._core.read_on(reading, out, extra_keys))
+            finally:
+                await self._client._release_orphans()
+        if self._core.uses.due:
+            self._client._tell_uses(self._core)
+        return copied
 
     async def write(
         self,

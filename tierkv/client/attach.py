@@ -7,6 +7,7 @@ import mmap
 import os
 import select
 import socket
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ from tierkv.rpc.messages import PROTOCOL_VERSION, Failure, Greeting
 from tierkv.rpc.wire import FrameDecoder, decode_opening
 
 GREETING_BYTES = 4096
-DESCRIPTORS = 2
+DESCRIPTORS = 3
 _MAY_PASS = (
     errno.ENOENT,
     errno.ECONNREFUSED,
@@ -54,15 +55,16 @@ def default_socket_path(environ: Mapping[str, str] = os.environ, uid: int | None
     return system if system.exists() and not own.exists() else own
 
 
-def map_shared(fd: int, size_bytes: int) -> U8:
-    """Shared, writable memory behind ``fd`` (u8 [size_bytes]); unmapped when no view is left.
+def map_shared(fd: int, size_bytes: int, offset: int = 0, *, writable: bool = True) -> U8:
+    """Shared memory behind ``fd`` (u8 [size_bytes]); unmapped when no view is left.
 
     Raises ProtocolError when the descriptor has less memory than the daemon says.
     """
     if size_bytes == 0:
         return np.empty(0, np.uint8)
     try:
-        mapping = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        mapping = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, protection, offset=offset)
     except (OSError, ValueError) as error:
         raise ProtocolError(f"cannot map {size_bytes} bytes of the daemon: {error}") from error
     return np.frombuffer(mapping, np.uint8)
@@ -72,20 +74,31 @@ def map_shared(fd: int, size_bytes: int) -> U8:
 class MappedArena:
     """The device arena as this process maps it. ``data`` is u8 [arena_bytes].
 
-    ``populator`` maps parts of it in the background, if that is wanted.
+    ``table_fd``: its own descriptor of the arena's table file. ``populator`` maps parts of the
+    data in the background, if that is wanted.
     """
 
     identity: bytes
     data: U8
+    table_fd: int
     populator: Populator | None = None
 
+    def __post_init__(self) -> None:
+        self._close_table = weakref.finalize(self, os.close, self.table_fd)
+        self._close_table.atexit = False
+
     @classmethod
-    def map(cls, greeting: Greeting, fd: int, *, populate: bool) -> MappedArena:
+    def map(cls, greeting: Greeting, fd: int, table_fd: int, *, populate: bool) -> MappedArena:
         """Map what the daemon greets with. Raises ProtocolError."""
         data = map_shared(fd, greeting.arena_bytes)
         # For pages that the worker is the first to write: the kernel looks at the writer's mapping.
         ask_for_huge_pages(data)
-        return cls(greeting.arena, data, Populator(fd, data) if populate else None)
+        populator = Populator(fd, data) if populate else None
+        return cls(greeting.arena, data, os.dup(table_fd), populator)
+
+    def map_table(self, offset: int, size_bytes: int) -> U8:
+        """A part of the table file (u8 [size_bytes]), for reading. Raises ProtocolError."""
+        return map_shared(self.table_fd, size_bytes, offset, writable=False)
 
     def populate(self, start: int, stop: int) -> None:
         """Map bytes ``start`` to ``stop`` in the background, if that is wanted."""
@@ -93,7 +106,8 @@ class MappedArena:
             self.populator.start(start, stop)
 
     def forget(self) -> None:
-        """It is not used any more: stop the background mapping."""
+        """No more of it is mapped: stop the background mapping. What is mapped stays."""
+        self._close_table()
         if self.populator is not None:
             self.populator.stop()
 
@@ -154,9 +168,9 @@ class Opening:
         if greeting is None:
             raise ProtocolError("no greeting yet")
         try:
-            arena_fd, scratch_fd = self.fds
+            arena_fd, table_fd, scratch_fd = self.fds
             if known is None or known.identity != greeting.arena:
-                known = MappedArena.map(greeting, arena_fd, populate=populate)
+                known = MappedArena.map(greeting, arena_fd, table_fd, populate=populate)
             return known, map_shared(scratch_fd, greeting.scratch_bytes)
         finally:
             self.close()

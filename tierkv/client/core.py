@@ -163,6 +163,10 @@ class ClientCore:
         populator = self.arena.populator if self.arena is not None else None
         return populator is not None and populator.busy
 
+    def namespaces_with_uses(self) -> list[NamespaceCore]:
+        """Those of which the daemon should still hear what was read."""
+        return [namespace for namespace in self.namespaces.values() if namespace.uses.any]
+
     def close(self) -> None:
         """The lease ends: so do all sequences, and the background mapping."""
         self.end(list(self.sequences.values()))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
+from tierkv.client.attach import MappedArena
 from tierkv.client.copying import rows_of
 from tierkv.client.core import ClientCore, Steps, expect
 from tierkv.client.sequences import (
+    I32,
     ExtraKeys,
     FoundPrefix,
     SequenceCore,
@@ -17,10 +20,13 @@ from tierkv.client.sequences import (
 )
 from tierkv.client.stock import Piece, Stock
 from tierkv.client.tokens import TokenIds, token_array
+from tierkv.client.uses import Uses
 from tierkv.core.ids import U8, U32, U64
-from tierkv.core.prefix import HASH_BYTES, extra_digests
+from tierkv.core.prefix import extra_digests
 from tierkv.core.spec import DTYPE_BYTES, KVSpec
-from tierkv.errors import InvalidArgument, LimitExceeded, ProtocolError
+from tierkv.errors import InvalidArgument, InvariantViolation, LimitExceeded, ProtocolError
+from tierkv.native.directory import PLACE_BYTES, PLACES
+from tierkv.native.reading import Readable
 from tierkv.rpc.messages import (
     Acquire,
     Attend,
@@ -28,13 +34,12 @@ from tierkv.rpc.messages import (
     Existing,
     Exists,
     Found,
-    Locate,
-    Located,
     Lookup,
     NamespaceOpened,
     OpenNamespace,
     Request,
     Table,
+    Used,
 )
 
 SCRATCH_ALIGN = 64
@@ -55,6 +60,20 @@ class AttendPlan(NamedTuple):
     softcap: float
 
 
+class Reading(NamedTuple):
+    """A read on its way: the blocks it is to copy, and how many leading ones it has."""
+
+    tokens: U32
+    extras: U64
+    hashes: U8
+    copied: int
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is missing."""
+        return self.copied == len(self.hashes)
+
+
 class NamespaceCore:
     """``pool`` is the namespace's part of the arena: u8 [slots, slot stride], shared, writable.
 
@@ -69,6 +88,8 @@ class NamespaceCore:
         self.pool: U8 = np.empty((0, 0), np.uint8)
         self.payload: U8 = self.pool
         """The slots without their padding: u8 [slots, block_bytes]."""
+        self.uses = Uses()
+        self._readable: Readable
         self._place: object = None
         self._stock = Stock(self)
 
@@ -94,13 +115,28 @@ class NamespaceCore:
         self.id = opened.namespace
         # After a reconnect, too: a new daemon goes on taking.
         arena.populate(opened.slot_offset, end)
-        place = (arena, opened.slot_offset, opened.slot_stride, opened.slots)
+        place = (arena, msgspec.structs.replace(opened, namespace=0))
         if place == self._place:
             return False
-        self._place = place
-        self.pool = arena.data[opened.slot_offset : end].reshape(opened.slots, opened.slot_stride)
-        self.payload = self.pool[:, : self.spec.block_bytes]
+        pool = arena.data[opened.slot_offset : end].reshape(opened.slots, opened.slot_stride)
+        payload = pool[:, : self.spec.block_bytes]
+        self._readable = self._map_readable(arena, opened, payload)
+        self.pool, self.payload, self._place = pool, payload, place
         return True
+
+    def _map_readable(self, arena: MappedArena, opened: NamespaceOpened, payload: U8) -> Readable:
+        places_bytes = opened.buckets * PLACES * PLACE_BYTES
+        places_at = opened.directory_offset - opened.entries_offset
+        entries_bytes = opened.slots * opened.entry_bytes
+        if not 0 <= entries_bytes <= places_at or opened.buckets <= 0 or places_at % PLACE_BYTES:
+            raise ProtocolError(f"namespace {opened.namespace} has no table: {opened}")
+        mapped = arena.map_table(opened.entries_offset, places_at + places_bytes)
+        entries = mapped[:entries_bytes].reshape(opened.slots, opened.entry_bytes)
+        places = mapped[places_at:].view(np.uint64).reshape(-1, PLACES)
+        try:
+            return Readable(entries, payload, places, self.digest, self.spec.block_tokens)
+        except InvariantViolation as error:
+            raise ProtocolError(f"namespace {opened.namespace}: {error.message}") from error
 
     def lookup(
         self,
@@ -146,48 +182,60 @@ class NamespaceCore:
         self.client.sequences[number] = sequence
         return sequence
 
-    def read(self, token_ids: TokenIds, out: U8, extra_keys: ExtraKeys | None) -> Steps[int]:
-        """Copy the leading cached blocks into ``out`` (u8 [n, block bytes]); returns how many.
+    def read_here(self, token_ids: TokenIds, out: U8, extra_keys: ExtraKeys | None) -> Reading:
+        """Copy the leading blocks that lie in the device tier into ``out``; asks nobody.
 
-        Where they lie in the device tier they are copied without being pinned: what has the
-        block's checksum is the block.
+        ``out``: u8 [n, block bytes].
         """
         if out.dtype != np.uint8 or out.ndim != 2 or out.shape[1] != self.spec.block_bytes:
             raise InvalidArgument(
                 f"out is {out.dtype} {list(out.shape)}; blocks are uint8 [n, "
                 f"{self.spec.block_bytes}]"
             )
+        if not (out.flags.c_contiguous and out.flags.writeable):
+            raise InvalidArgument("out is not contiguous, or read-only; blocks are copied into it")
         tokens, extras = self._offer(token_ids, 0, extra_keys)
         tokens = tokens[: len(out) * self.spec.block_tokens]
         hashes = self._hashes(tokens, extras)
-        blobs = (hashes.tobytes(), tokens.tobytes(), extras_blob(extras, 0, len(hashes)))
+        reading = Reading(tokens, extras, hashes, 0)
+        reading = reading._replace(copied=self._copy_out(reading, None, out))
+        if reading.done:
+            self.uses.add(hashes)
+        return reading
 
-        def ask() -> Request:
-            return Locate(self.id, *blobs)
-
-        copied = self._copy_out(expect((yield ask), Located), out)
-        if copied == len(hashes):
-            return copied
-        found = yield from self.lookup(tokens, 0, extra_keys)
-        if found.tokens <= copied * self.spec.block_tokens:
-            return copied
+    def read_on(self, reading: Reading, out: U8, extra_keys: ExtraKeys | None) -> Steps[int]:
+        """Copy what is missing, too, as far as it is cached; returns how many blocks are there."""
+        blob = reading.hashes.tobytes()
+        found = expect((yield lambda: Lookup(self.id, blob)), Found)
+        if found.blocks <= reading.copied:
+            self.uses.add(reading.hashes[: reading.copied], len(reading.hashes) - reading.copied)
+            return reading.copied
         # The others must come up, or their slots went to others while they were copied.
-        sequence = yield from self.begin(tokens, 0, extra_keys)
+        sequence = yield from self.begin(reading.tokens, 0, extra_keys)
         try:
-            return self._copy_out(expect((yield ask), Located), out)
+            return self._copy_out(reading, sequence.table, out)
         finally:
             self.client.end([sequence])
 
-    def _copy_out(self, located: Located, out: U8) -> int:
-        """Copy slots into the first rows of ``out``; returns how many leading ones are right."""
-        slots = np.frombuffer(located.slots, "<u4")
-        if not len(slots):
+    def _copy_out(self, reading: Reading, slots: I32 | None, out: U8) -> int:
+        """Copy leading blocks from these slots, or from where they may lie; how many are right."""
+        count = len(reading.hashes) if slots is None else len(slots)
+        if not count:
             return 0
-        copied = self.client.loops.copy_out_summed(self.payload, slots, out[: len(slots)])
-        stated = np.frombuffer(located.checksums, np.uint8).reshape(-1, HASH_BYTES)
-        if copied.tobytes() == located.checksums:
-            return len(slots)
-        return int((copied != stated).any(axis=1).argmax())
+        return self.client.loops.read(
+            self._readable,
+            reading.hashes[:count],
+            reading.tokens[: count * self.spec.block_tokens],
+            extras_of(reading.extras, 0, count) if len(reading.extras) else None,
+            None if slots is None else slots.view(np.uint32),
+            out,
+        )
+
+    def tell_uses(self) -> Steps[None]:
+        """Tell the daemon of blocks that were read here."""
+        hashes, missed = self.uses.take()
+        if hashes or missed:
+            expect((yield lambda: Used(self.id, hashes, missed)), Done)
 
     def write(
         self, token_ids: TokenIds, data: Any, first: int, extra_keys: ExtraKeys | None

@@ -138,6 +138,9 @@ class Client:
 
     def close(self) -> None:
         """End the lease, and with it all sequences. Never raises; calling it again does nothing."""
+        if not self._closed and os.getpid() == self._core.pid:
+            for namespace in self._core.namespaces_with_uses():
+                self._tell_uses(namespace)
         self._closed = True
         if self._link is not None:
             self._link.close()
@@ -176,6 +179,23 @@ class Client:
                 link.post(self._core.release_orphans(), deadline)
             finally:
                 self._lock.release()
+
+    def _check_open(self) -> None:
+        """Raise InvalidArgument in a forked child, Unavailable after ``close``."""
+        self._core.check_process()
+        if self._closed:
+            raise Unavailable("this client is closed")
+
+    def _tell_uses(self, namespace: NamespaceCore) -> None:
+        """Best effort, and never waits: neither for another thread's call nor for the daemon."""
+        link = self._link
+        if link is None or not link.alive or not self._lock.acquire(blocking=False):
+            return
+        try:
+            with suppress(TierkvError, ConnectionLost):
+                link.offer(namespace.tell_uses(), time.monotonic() + self._timeout_s)
+        finally:
+            self._lock.release()
 
     def _take_turn(self, deadline: float) -> None:
         if not self._lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
@@ -292,6 +312,15 @@ class Link:
             self._receive(next(iter(self._posted)), deadline)
         self._posted[self._send_request(request, deadline)] = steps
 
+    def offer(self, steps: Steps[None], deadline: float) -> None:
+        """``post``, unless the daemon owes replies: then it may be behind, and hears nothing.
+
+        So it never waits. Raises ConnectionLost.
+        """
+        self._take_arrived()
+        if not self._posted:
+            self.post(steps, deadline)
+
     def close(self) -> None:
         """The daemon sees end-of-file."""
         self.alive = False
@@ -335,31 +364,50 @@ class Link:
         while True:
             frame = self._decoder.next()
             if frame is None:
-                self._fill(deadline)
+                if not self._fill():
+                    self._check(deadline)
                 continue
             reply = decode_reply(frame.payload)
-            steps = self._posted.pop(frame.request_id, None)
-            if steps is not None:
-                with suppress(StopIteration, TierkvError):
-                    steps.send(reply)
+            posted = self._take_posted(frame.request_id, reply)
             if frame.request_id == request_id:
                 return reply
-            if steps is not None:
-                continue
-            if frame.request_id in self._abandoned:
-                self._abandoned.discard(frame.request_id)
-                continue
-            self.close()
-            raise (
-                wire_error(reply) if isinstance(reply, Failure) else unknown_reply(frame.request_id)
-            )
+            if not posted:
+                self._take_abandoned(frame.request_id, reply)
 
-    def _fill(self, deadline: float) -> None:
-        try:
-            count = self._sock.recv_into(self._decoder.writable())
-        except BlockingIOError:
-            self._check(deadline)
+    def _take_arrived(self) -> None:
+        """Take the replies that are there already. Raises ConnectionLost."""
+        while self._posted:
+            frame = self._decoder.next()
+            if frame is not None:
+                reply = decode_reply(frame.payload)
+                if not self._take_posted(frame.request_id, reply):
+                    self._take_abandoned(frame.request_id, reply)
+            elif not self._fill(socket.MSG_DONTWAIT):
+                return
+
+    def _take_posted(self, request_id: int, reply: Reply) -> bool:
+        """Whether it is the reply to a posted request, which then has it."""
+        steps = self._posted.pop(request_id, None)
+        if steps is None:
+            return False
+        with suppress(StopIteration, TierkvError):
+            steps.send(reply)
+        return True
+
+    def _take_abandoned(self, request_id: int, reply: Reply) -> None:
+        """Drop a reply that nobody waits for any more. Raises ProtocolError for any other."""
+        if request_id in self._abandoned:
+            self._abandoned.discard(request_id)
             return
+        self.close()
+        raise wire_error(reply) if isinstance(reply, Failure) else unknown_reply(request_id)
+
+    def _fill(self, flags: int = 0) -> bool:
+        """Receive; False if there is nothing."""
+        try:
+            count = self._sock.recv_into(self._decoder.writable(), 0, flags)
+        except BlockingIOError:
+            return False
         except OSError as error:
             self.close()
             raise ConnectionLost(str(error)) from error
@@ -367,6 +415,7 @@ class Link:
             self.close()
             raise ConnectionLost("the daemon closed the connection")
         self._decoder.received(count)
+        return True
 
     def _check(self, deadline: float) -> None:
         if time.monotonic() >= deadline:
@@ -515,14 +564,21 @@ class Namespace(NamespaceViews):
     def read(self, token_ids: TokenIds, out: U8, *, extra_keys: ExtraKeys | None = None) -> int:
         """Copy the leading cached blocks of ``token_ids`` into ``out``; returns how many.
 
-        ``out``: u8 [n, spec.block_bytes], C-contiguous; at most n blocks are copied. In the usual
-        case one round trip, and no sequence: every copied byte is checked instead. Blocks that
-        are not in the device tier are brought up first.
+        ``out``: u8 [n, spec.block_bytes], C-contiguous; at most n blocks are copied. Those that lie
+        in the device tier are copied without asking the daemon, whether it runs or not; every
+        copied byte is checked. If there may be more, it is asked, and brings them up.
         """
-        try:
-            return self._client._run(self._core.read(token_ids, out, extra_keys))
-        finally:
-            self._client._release_orphans()
+        self._client._check_open()
+        reading = self._core.read_here(token_ids, out, extra_keys)
+        copied = reading.copied
+        if not reading.done:
+            try:
+                copied = self._client._run(self._core.read_on(reading, out, extra_keys))
+            finally:
+                self._client._release_orphans()
+        if self._core.uses.due:
+            self._client._tell_uses(self._core)
+        return copied
 
     def write(
         self,

@@ -368,6 +368,7 @@ class Placement:
             self.policies[target].touch(rows[good])
             if target is Tier.DEVICE:
                 self.doubt.clear(rows[good])
+                self._enter(rows[good])
             shape = self.state.pools[int(self.state.pool_of(rows[:1])[0])]
             moved_bytes = int(np.count_nonzero(good)) * shape.block_bytes
             self.counters.transferred(source.label, target.label, moved_bytes)
@@ -533,11 +534,20 @@ class Placement:
         return [*self.state.ahead(), *orders]
 
     def list_all(self) -> None:
-        """Enter every copy into its tier's order, after recovery. Mutates."""
+        """Enter every copy into its tier's order and the directory, after recovery. Mutates."""
         rows = self.state.live_rows()
         order = restart_order(self.state.blocks, rows)
         for at in range(0, len(order), PART_ROWS):
-            self.touch(rows[order[at : at + PART_ROWS]])
+            part = rows[order[at : at + PART_ROWS]]
+            self.touch(part)
+            self._enter(part[self.state.blocks.has_copy(part, Tier.DEVICE)])
+
+    def _enter(self, rows: I64) -> None:
+        """Let workers find the sealed ones of these blocks in the device tier. Mutates."""
+        blocks = self.state.blocks
+        for pool, members in self.state.by_pool(rows[blocks.is_sealed(rows)]):
+            slots = blocks.slot[Tier.DEVICE][members].astype(np.int64)
+            self.tables.enter(Tier.DEVICE, pool, slots, blocks.hash_lo[members])
 
     def clean_down(self, rows: I64, ids: U64) -> Flow[int]:
         """Write sealed blocks to disk that are not there yet (write-behind)."""

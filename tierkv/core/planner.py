@@ -16,7 +16,7 @@ import numpy as np
 from tierkv.core.arrays import indices, leading
 from tierkv.core.coming import MOVE_BYTES, Coming
 from tierkv.core.effects import Flow, Move, Moved
-from tierkv.core.ids import I64, U8, U32, U64, Tier
+from tierkv.core.ids import I64, U8, U64, Tier
 from tierkv.core.matching import Chain, Matcher, TierCounts
 from tierkv.core.placement import Placement
 from tierkv.core.records import Kind, Records, blank, join, push
@@ -146,34 +146,27 @@ class Planner:
     def exists(self, namespace: int, hi: U64, lo: U64) -> U8:
         """The fastest tier of each block, shape [n], NOWHERE if it is not cached. Touches nothing.
 
-        Found by hash alone: who wants the blocks has them proven by ``acquire`` or ``locate``.
+        Found by hash alone: who wants the blocks has them proven by ``acquire``.
         """
         self._sequences.pool(namespace)
         self._check_size(len(hi))
-        blocks = self.state.blocks
-        rows = self.state.index.get(hi, lo, blocks.hash_hi, blocks.hash_lo)
+        rows = self._named(namespace, hi, lo)
         tiers = np.full(len(hi), NOWHERE, np.uint8)
-        found = rows >= 0
-        found[found] = blocks.namespace[rows[found]] == namespace
-        tiers[found] = blocks.best_tier(rows[found])
+        tiers[rows >= 0] = self.state.blocks.best_tier(rows[rows >= 0])
         return tiers
 
-    def locate(self, namespace: int, chain: Chain) -> tuple[U32, U64, U64]:
-        """Leading blocks of ``chain`` in the device tier: slots, checksums' halves; shape [n] each.
+    def used(self, namespace: int, hi: U64, lo: U64, missed: int) -> None:
+        """A worker has read these blocks in the device tier, and missed so many more. Mutates.
 
-        Nothing keeps them there: their slots may be given to others any time. They count as used.
-        Raises UnknownNamespace, LimitExceeded.
+        Least valuable first. Raises UnknownNamespace, LimitExceeded.
         """
-        self._sequences.pool(namespace)
-        self._check_size(len(chain))
-        rows = self._matcher.match(namespace, chain.hi, chain.lo)
-        rows = rows[: self._leading_in_device(rows)]
-        rows = rows[: self._matcher.proven(rows, chain)]
-        self.placement.touch(rows[::-1])
-        tokens = chain.tokens.shape[1]
-        self.placement.counters.looked_up(len(chain) * tokens, device=len(rows) * tokens)
-        blocks = self.state.blocks
-        return blocks.slot[Tier.DEVICE][rows], blocks.sum_hi[rows], blocks.sum_lo[rows]
+        pool = self._sequences.pool(namespace)
+        self._check_size(len(hi))
+        rows = self._named(namespace, hi, lo)
+        self.placement.touch(rows[rows >= 0])
+        tokens = self.state.pools[pool].block_tokens
+        looked_for = (len(hi) + missed) * tokens
+        self.placement.counters.looked_up(looked_for, device=len(hi) * tokens)
 
     def has_sequence(self, lease: int, local: int) -> bool:
         """Whether the lease has begun this sequence, and not ended it."""
@@ -562,6 +555,15 @@ class Planner:
             self._sequences.touch_released(rows)
 
     # --- matching ---------------------------------------------------------------------------------
+
+    def _named(self, namespace: int, hi: U64, lo: U64) -> I64:
+        """Rows of the namespace's blocks of these names, whatever chains they are of; -1: none."""
+        blocks = self.state.blocks
+        rows = self.state.index.get(hi, lo, blocks.hash_hi, blocks.hash_lo)
+        found = rows >= 0
+        found[found] = blocks.namespace[rows[found]] == namespace
+        rows[~found] = -1
+        return rows
 
     def _leading_in_device(self, rows: I64) -> int:
         rows = rows[: leading(self.state.blocks.has_copy(rows, Tier.DEVICE))]

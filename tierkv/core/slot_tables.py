@@ -38,11 +38,21 @@ class SlotTables(Protocol):
         ...
 
     def fill(self, tier: Tier, pool: int, slots: I64, entries: BlockEntries) -> None:
-        """Write the entries of sealed blocks."""
+        """Write the entries of sealed blocks; from now on workers may find them there."""
+        ...
+
+    def enter(self, tier: Tier, pool: int, slots: I64, hash_lo: U64) -> None:
+        """The slots have entries of sealed blocks with these names (low halves, [n]).
+
+        From now on workers may find them there.
+        """
         ...
 
     def open(self, tier: Tier, pool: int, slots: I64, ids: U64) -> None:
-        """Write the entries of blocks that are being filled: an id, no checksum yet."""
+        """Write the entries of blocks that are being filled: an id, no checksum yet.
+
+        Workers do not find them.
+        """
         ...
 
     def punch(self, tier: Tier, pool: int, slots: I64) -> None:

@@ -21,7 +21,7 @@ _MATRIX = (_POINTER, _SIZE, _SIZE)
 _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64
 _PLACES = (_POINTER, _U64)
-"""Of a hash table: their address, and the mask of hashes."""
+"""Of a hash table or a directory: their address, and the mask of hashes."""
 _COLUMN = (_POINTER, _SIZE)
 """Its address, and how many elements it has."""
 _LIST = (_POINTER, _SIZE)
@@ -86,6 +86,18 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "tierkv_touches_forget": (ctypes.c_int64, (*_COLUMN, *_LIST)),
     "tierkv_touches_live": (ctypes.c_int64, (_POINTER, _SIZE, _SIZE, _POINTER, _POINTER)),
     "tierkv_touches_move": (ctypes.c_int64, (_POINTER, _SIZE, _SIZE, _SIZE, _POINTER)),
+    "tierkv_directory_enter": (
+        ctypes.c_int,
+        (*_PLACES, *_COLUMN, _POINTER, _POINTER, _SIZE),
+    ),
+    "tierkv_directory_leave": (ctypes.c_int, (_POINTER, *_COLUMN, _POINTER, _SIZE)),
+    "tierkv_read": (
+        _SIZE,
+        (
+            *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
+            *(_POINTER, _SIZE, _SIZE, _POINTER),
+        ),
+    ),
 }
 """What they return, and what they take."""
 

@@ -20,9 +20,11 @@ from tierkv.core import prefix
 from tierkv.core.ids import U8, U32, U64, Bool
 from tierkv.core.structures import Structures
 from tierkv.errors import require
+from tierkv.native import directory, reading
 from tierkv.native.core import structures
 from tierkv.native.library import Library, NoLibrary, load
 from tierkv.native.memory import LastingAddresses, address
+from tierkv.native.reading import Readable
 
 DIGEST_BYTES = 16
 CHECKED_MIN = 17
@@ -34,6 +36,8 @@ TOKENS_AT = 20
 """The first 32-bit word of an entry that is a token."""
 ENTRY_WORDS = 7
 U32_BYTES = 4
+QUICK_BYTES_MAX = 256 << 10
+"""To read more than this is worth giving the GIL away for."""
 IN_POOL = "slots are in the pool"
 ONE_EACH = "one source for each target"
 
@@ -73,10 +77,6 @@ class Loops(Protocol):
         """Copy slots of the pool into the rows of ``target`` [n, bytes]."""
         ...
 
-    def copy_out_summed(self, pool: U8, slots: Slots, target: U8) -> U8:
-        """The same; returns the checksums of the bytes that came to lie in the target."""
-        ...
-
     def copy_between(self, pool: U8, slots: Slots, source: U8, source_slots: Slots) -> U8:
         """The same as ``copy_in``, from slots of another pool. No slot is written twice."""
         ...
@@ -96,6 +96,31 @@ class Loops(Protocol):
         """Which rows of a slot table have these tokens and digests of extra keys, shape [n].
 
         ``table``: u8 [rows, entry bytes], contiguous.
+        """
+        ...
+
+    def enter(self, places: U64, where: U32, slots: Slots, hash_lo: U64) -> None:
+        """Slots hold blocks of these names, u64 [n], now. See ``native.directory``."""
+        ...
+
+    def leave(self, places: U64, where: U32, slots: Slots) -> None:
+        """Slots hold nothing that anybody should find. See ``native.directory``."""
+        ...
+
+    def read(
+        self,
+        pool: Readable,
+        hashes: U8,
+        tokens: U32,
+        extras: U64 | None,
+        slots: U32 | None,
+        out: U8,
+    ) -> int:
+        """Copy the leading blocks of a chain into rows of ``out`` (u8 [>= n, block bytes]).
+
+        Returns how many are there and right; rows behind these may have been written to.
+        ``hashes``: u8 [n, 16], ``tokens``: u32 [n x block_tokens], contiguous both, ``extras``: u64
+        [>= n] or None. ``slots``: u32 [n], where they lie; None: where the directory says.
         """
         ...
 
@@ -149,10 +174,6 @@ class PythonLoops:
         for row, slot in zip(target, slots.tolist(), strict=True):
             np.copyto(row, pool[slot])
 
-    def copy_out_summed(self, pool: U8, slots: Slots, target: U8) -> U8:
-        """See Loops."""
-        return self.copy_between(target, np.arange(len(target)), pool, slots)
-
     def copy_between(self, pool: U8, slots: Slots, source: U8, source_slots: Slots) -> U8:
         """See Loops."""
         _check_slots(pool, slots)
@@ -198,6 +219,29 @@ class PythonLoops:
         same = (held == tokens).all(1)
         same &= table.view("<u8")[:, EXTRA_AT][slots] == extras
         return np.asarray(same)
+
+    def enter(self, places: U64, where: U32, slots: Slots, hash_lo: U64) -> None:
+        """See Loops."""
+        _check_numbers(slots, len(where))
+        directory.enter(places, where, slots, hash_lo)
+
+    def leave(self, places: U64, where: U32, slots: Slots) -> None:
+        """See Loops."""
+        _check_numbers(slots, len(where))
+        directory.leave(places, where, slots)
+
+    def read(
+        self,
+        pool: Readable,
+        hashes: U8,
+        tokens: U32,
+        extras: U64 | None,
+        slots: U32 | None,
+        out: U8,
+    ) -> int:
+        """See Loops."""
+        _check_reading(pool, hashes, tokens, extras, slots, out)
+        return reading.read(pool, hashes, tokens, extras, slots, out)
 
     def structures(self) -> Structures:
         """See Loops."""
@@ -254,12 +298,6 @@ class NativeLoops:
         """See Loops."""
         self._copy(target, None, pool, slots, None)
 
-    def copy_out_summed(self, pool: U8, slots: Slots, target: U8) -> U8:
-        """See Loops."""
-        sums = np.empty((len(slots), DIGEST_BYTES), np.uint8)
-        self._copy(target, None, pool, slots, sums)
-        return sums
-
     def copy_between(self, pool: U8, slots: Slots, source: U8, source_slots: Slots) -> U8:
         """See Loops."""
         sums = np.empty((len(slots), DIGEST_BYTES), np.uint8)
@@ -313,6 +351,48 @@ class NativeLoops:
         )
         require(not failed, IN_POOL)
         return same
+
+    def enter(self, places: U64, where: U32, slots: Slots, hash_lo: U64) -> None:
+        """See Loops."""
+        numbers = _numbers(slots)
+        names = np.ascontiguousarray(hash_lo, np.uint64)
+        require(len(names) == len(numbers), "a name for each slot")
+        failed = self._library.quick.tierkv_directory_enter(
+            *(self._lasting(places), len(places) - 1, self._lasting(where), len(where)),
+            *(address(numbers), address(names), len(numbers)),
+        )
+        require(not failed, IN_POOL)
+
+    def leave(self, places: U64, where: U32, slots: Slots) -> None:
+        """See Loops."""
+        numbers = _numbers(slots)
+        failed = self._library.quick.tierkv_directory_leave(
+            *(self._lasting(places), self._lasting(where), len(where)),
+            *(address(numbers), len(numbers)),
+        )
+        require(not failed, IN_POOL)
+
+    def read(
+        self,
+        pool: Readable,
+        hashes: U8,
+        tokens: U32,
+        extras: U64 | None,
+        slots: U32 | None,
+        out: U8,
+    ) -> int:
+        """See Loops."""
+        _check_reading(pool, hashes, tokens, extras, slots, out)
+        count = len(hashes)
+        much = count * out.shape[1] > QUICK_BYTES_MAX
+        library = self._library.bytes if much else self._library.quick
+        found: int = library.tierkv_read(
+            *(pool.library_address, None if slots is None else address(slots)),
+            *(address(hashes), address(tokens), None if extras is None else address(extras)),
+            *(address(out), out.strides[0], count),
+            ctypes.create_string_buffer(pool.entries.shape[1]),
+        )
+        return found
 
     def _pool(self, pool: U8) -> tuple[int, int, int]:
         """As ``_matrix``, for memory that is most often the same."""
@@ -390,5 +470,25 @@ def _check_widths(one: U8, other: U8) -> None:
 
 def _check_slots(pool: U8, slots: Slots) -> None:
     _check_rows(pool)
+    _check_numbers(slots, len(pool))
+
+
+def _check_numbers(slots: Slots, rows: int) -> None:
     if len(slots):
-        require(int(slots.min()) >= 0 and int(slots.max()) < len(pool), IN_POOL)
+        require(int(slots.min()) >= 0 and int(slots.max()) < rows, IN_POOL)
+
+
+def _check_reading(
+    pool: Readable, hashes: U8, tokens: U32, extras: U64 | None, slots: U32 | None, out: U8
+) -> None:
+    count = len(hashes)
+    require(hashes.size == count * DIGEST_BYTES and hashes.flags.c_contiguous, "16 bytes each")
+    whole = tokens.dtype == np.uint32 and tokens.flags.c_contiguous
+    require(whole and tokens.size == count * pool.block_tokens, "tokens for each block")
+    require(extras is None or len(extras) >= count, "one extra digest per block")
+    _check_widths(pool.payload, out)
+    _check_rows(out)
+    require(len(out) >= count and out.flags.writeable, "room for each block")
+    if slots is not None:
+        require(len(slots) == count, "a slot for each block")
+        _check_numbers(slots, len(pool.payload))

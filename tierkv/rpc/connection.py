@@ -33,6 +33,10 @@ class RequestHandler(Protocol):
     def arena_fd(self) -> int:
         """The device arena's descriptor, handed to every worker."""
 
+    @property
+    def table_fd(self) -> int:
+        """That of the arena's table file, for reading; handed to every worker."""
+
     def greeting(self) -> Greeting:
         """The greeting for a new connection. Unless its state is "serving", none is kept."""
 

@@ -1,4 +1,4 @@
-"""The daemon's Unix socket: admits workers and hands them the arena's descriptor."""
+"""The daemon's Unix socket: admits workers and hands them the descriptors of the arena."""
 
 from __future__ import annotations
 
@@ -128,7 +128,8 @@ class Listener:
             return
         scratch_fd = _sealed_memory(greeting.scratch_bytes)
         try:
-            _send_descriptors(sock, frame, [self._handler.arena_fd, scratch_fd])
+            shown = [self._handler.arena_fd, self._handler.table_fd, scratch_fd]
+            _send_descriptors(sock, frame, shown)
         except OSError:
             os.close(scratch_fd)
             raise

@@ -30,7 +30,7 @@ class Message(msgspec.Struct, array_like=True, gc=False):
 
 
 class Greeting(Message, tag="greeting"):
-    """First frame of a connection, with the arena's and the scratch memory's descriptors.
+    """First frame of a connection, with three descriptors: arena, its table file, scratch memory.
 
     ``arena`` is the 16-byte identity of the device arena: a worker that reconnects and sees
     another identity must map it anew and has lost its sequences. ``state`` is "serving", or why
@@ -82,16 +82,15 @@ class Exists(Message, tag="exists"):
     hashes: bytes
 
 
-class Locate(Message, tag="locate"):
-    """Where the leading blocks of a chain lie in the device tier, for a worker that copies them.
+class Used(Message, tag="used"):
+    """Blocks that the worker has read in the device tier by itself: they count as used.
 
-    Nothing is pinned: the worker compares the checksum of what it has copied.
+    Least valuable first. ``missed``: how many more it looked for in vain.
     """
 
     namespace: int
     hashes: bytes
-    tokens: bytes
-    extras: bytes = b""
+    missed: int = 0
 
 
 class Acquire(Message, tag="acquire"):
@@ -238,7 +237,7 @@ Request = (
     | OpenNamespace
     | Lookup
     | Exists
-    | Locate
+    | Used
     | Acquire
     | Await
     | Reserve
@@ -279,12 +278,20 @@ class Welcome(Message, tag="welcome"):
 
 
 class NamespaceOpened(Message, tag="namespace_opened"):
-    """Where the namespace's slots lie in the device arena (bytes), and how many there can be."""
+    """Where the namespace's slots lie in the device arena (bytes), and how many there can be.
+
+    In its table file lie the slots' entries, ``entry_bytes`` each, and a directory of ``buckets``
+    buckets of 64 bytes.
+    """
 
     namespace: int
     slot_offset: int
     slot_stride: int
     slots: int
+    entries_offset: int
+    entry_bytes: int
+    directory_offset: int
+    buckets: int
 
 
 class Found(Message, tag="found"):
@@ -304,13 +311,6 @@ class Existing(Message, tag="existing"):
     """For each block the number of its fastest tier (u8; 255: not cached)."""
 
     tiers: bytes
-
-
-class Located(Message, tag="located"):
-    """Leading blocks in the device tier: their slots (u32 blob), and their payloads' checksums."""
-
-    slots: bytes
-    checksums: bytes
 
 
 class Table(Message, tag="table"):
@@ -365,7 +365,6 @@ Reply = (
     | NamespaceOpened
     | Found
     | Existing
-    | Located
     | Table
     | Stored
     | Done

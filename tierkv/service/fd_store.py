@@ -18,6 +18,7 @@ from tierkv.core.ids import RAM_TIERS
 from tierkv.errors import ConfigError, TierFailed
 from tierkv.service.systemd import Inherited, Notifier
 from tierkv.tiers.arena import ArenaFds
+from tierkv.tiers.linux import punch_hole
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +123,8 @@ class FdStore:
     def _empty(self, name: str) -> None:
         """So that the arena is never taken over, even if the manager should go on holding it."""
         for fd in self._held.get(_stored_name(name, "table"), []):
-            os.ftruncate(fd, 0)
+            # Not shorter: workers may be looking into it.
+            punch_hole(fd, 0, os.fstat(fd).st_size)
 
     def _tell(self, *lines: str, fds: Sequence[int] = ()) -> None:
         try:
@@ -161,6 +163,7 @@ def _memory(name: str, size_bytes: int, seals: int) -> int:
     """Sparse memory of its own. ``seals``: what nobody who holds it may do to it any more."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
+        os.fchmod(fd, 0o600)  # who was given it for reading shall not open it again for writing
         os.ftruncate(fd, size_bytes)
         if seals:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)

@@ -66,6 +66,7 @@ class Namespaces:
             slot_offset=pool * arena.region_bytes,
             slot_stride=stride,
             slots=arena.budget_bytes // stride,
+            **arena.table_place(pool)._asdict(),
         )
 
     def spec(self, namespace: int) -> KVSpec | None:

@@ -27,7 +27,7 @@ from tierkv.service.assembly import Parts
 from tierkv.service.attend import compute
 from tierkv.service.journal import Journal
 from tierkv.service.lifecycle import Lifecycle
-from tierkv.tiers.entry import join_hashes, split_hashes
+from tierkv.tiers.entry import split_hashes
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class Sessions:
             m.OpenNamespace: self._open_namespace,
             m.Lookup: self._lookup,
             m.Exists: self._exists,
-            m.Locate: self._locate,
+            m.Used: self._used,
             m.Acquire: self._acquire,
             m.Await: self._await,
             m.Reserve: self._reserve,
@@ -185,6 +185,11 @@ class Sessions:
     def arena_fd(self) -> int:
         """See RequestHandler."""
         return self._arena.fd
+
+    @property
+    def table_fd(self) -> int:
+        """See RequestHandler."""
+        return self._arena.shown_table_fd
 
     def greeting(self) -> m.Greeting:
         """See RequestHandler."""
@@ -281,12 +286,14 @@ class Sessions:
         hi, lo = split_hashes(message.hashes)
         return m.Existing(self._planner.exists(message.namespace, hi, lo).tobytes())
 
-    def _locate(self, session: Session, message: m.Locate) -> Flow[m.Message]:
+    def _used(self, session: Session, message: m.Used) -> Flow[m.Message]:
         yield from ()
         self._check_open(session, message.namespace)
-        chain = self._chain(message.namespace, message.hashes, message.tokens, message.extras)
-        slots, sum_hi, sum_lo = self._planner.locate(message.namespace, chain)
-        return m.Located(_blob(slots), join_hashes(sum_hi, sum_lo))
+        if message.missed < 0:
+            raise InvalidArgument("used: missed must not be negative")
+        hi, lo = split_hashes(message.hashes)
+        self._planner.used(message.namespace, hi, lo, message.missed)
+        return m.Done()
 
     def _acquire(self, session: Session, message: m.Acquire) -> Flow[m.Message]:
         self._check_open(session, message.namespace)

@@ -11,7 +11,8 @@ The second, the table, says what lies in the slots (little-endian):
              budget u8, region u8, xxh3_64 of the bytes before it u8
     page 1   64 pool records of 64 bytes: block bytes u8, table offset u8, table bytes u8,
              block tokens u4, 4 x 0, xxh3_64 of the bytes before it u8; all 0 = no such pool
-    then     one page-aligned array of entries (see ``entry``) per pool, in order of creation
+    then     per pool, in order of creation, two page-aligned arrays: entries (see ``entry``), and
+             the directory (see ``native.directory``), which no process takes over from another
 
 Memory: a page exists from when it is first written, or ``populate`` takes it, until it is given
 back. Huge pages are asked for, and NUMA nodes chosen, when a pool is mapped.
@@ -40,7 +41,7 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 import xxhash
 
-from tierkv.core.ids import U8, U32
+from tierkv.core.ids import U8, U32, U64
 from tierkv.core.spec import PAGE, slot_stride
 from tierkv.core.state import PoolShape
 from tierkv.errors import (
@@ -51,6 +52,8 @@ from tierkv.errors import (
     TierFull,
     require,
 )
+from tierkv.native.directory import PLACE_BYTES, PLACES, bucket_count
+from tierkv.native.loops import Slots, loops
 from tierkv.pages import ask_for_huge_pages, backed_ranges, huge_bytes, populate
 from tierkv.tiers.entry import Entries, entry_dtype
 from tierkv.tiers.linux import is_tmpfs, punch_hole
@@ -64,7 +67,7 @@ REGION_ALIGN = 2 << 20
 IDENTITY_BYTES = 16
 
 _MAGIC = b"TKVARN\x00\x01"
-_VERSION = 2
+_VERSION = 3
 _HEADER = struct.Struct("<8sI4x16s16s48sQQ")
 _POOL_RECORD = struct.Struct("<QQQI4x")
 _CHECK = struct.Struct("<Q")
@@ -121,14 +124,29 @@ class ArenaHome(Protocol):
         """
 
 
+class TablePlace(NamedTuple):
+    """Where a pool's entries and its directory lie in the table file; offsets in bytes."""
+
+    entries_offset: int
+    entry_bytes: int
+    directory_offset: int
+    buckets: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """``region`` and ``table_bytes``: all that is mapped; the slots and entries lie in there."""
+    """``region`` and ``table_bytes``: all that is mapped; slots, entries and places lie in there.
+
+    ``where``: see ``native.directory``.
+    """
 
     block_bytes: int
     block_tokens: int
     slots: U8
     table: Entries
+    table_offset: int
+    places: U64
+    where: U32
     region: U8
     table_bytes: U8
     maps: tuple[mmap.mmap, mmap.mmap]
@@ -166,6 +184,7 @@ class Arena:
         self._first_region: mmap.mmap | None = None
         self._adding = threading.Lock()
         self.fd, self._table_fd = fds
+        self._shown_table_fd = -1
 
     @classmethod
     def open(
@@ -288,6 +307,35 @@ class Arena:
             except OSError as error:
                 raise TierFailed(f"cannot free slots of the {self.name} arena: {error}") from error
 
+    # --- what workers look at ---------------------------------------------------------------------
+
+    @property
+    def shown_table_fd(self) -> int:
+        """The table file again, for those who must not write into it."""
+        if self._shown_table_fd < 0:
+            self._shown_table_fd = os.open(f"/proc/self/fd/{self._table_fd}", os.O_RDONLY)
+        return self._shown_table_fd
+
+    def table_place(self, pool: int) -> TablePlace:
+        """Where the pool's entries and its directory lie in the table file."""
+        known = self._pool(pool)
+        return TablePlace(
+            known.table_offset,
+            known.table.dtype.itemsize,
+            known.table_offset + _entries_bytes(len(known.table), known.block_tokens),
+            len(known.places),
+        )
+
+    def enter(self, pool: int, slots: Slots, hash_lo: U64) -> None:
+        """Let the directory say that slots hold sealed blocks of these names (low halves, [n])."""
+        known = self._pool(pool)
+        loops().enter(known.places, known.where, slots, hash_lo)
+
+    def leave(self, pool: int, slots: Slots) -> None:
+        """Let the directory say that slots hold nothing that may be read."""
+        known = self._pool(pool)
+        loops().leave(known.places, known.where, slots)
+
     # --- memory -----------------------------------------------------------------------------------
 
     @property
@@ -333,10 +381,16 @@ class Arena:
     def populate_entries(
         self, pool: int, first: int, stop: int, is_stopped: Callable[[], bool]
     ) -> None:
-        """Take the memory of the entries of slots ``first`` to ``stop`` only. See ``populate``."""
+        """Take the memory of the entries of slots ``first`` to ``stop`` only. See ``populate``.
+
+        And as large a part of the directory's.
+        """
         known = self._pool(pool)
-        entry = known.table.dtype.itemsize
+        count, entry = len(known.table), known.table.dtype.itemsize
         populate(known.table_bytes, first * entry, stop * entry, is_stopped)
+        directory = known.table_bytes[_entries_bytes(count, known.block_tokens) :]
+        size = directory.nbytes
+        populate(directory, first * size // count, stop * size // count, is_stopped)
 
     def populate_first(self, start: int, stop: int, is_stopped: Callable[[], bool]) -> None:
         """Take memory for the first pool before it is there: of its bytes ``start`` to ``stop``.
@@ -387,7 +441,9 @@ class Arena:
                 mapped.close()
         os.close(self.fd)
         os.close(self._table_fd)
-        self.fd = self._table_fd = -1
+        if self._shown_table_fd >= 0:
+            os.close(self._shown_table_fd)
+        self.fd = self._table_fd = self._shown_table_fd = -1
 
     def _pool(self, pool: int) -> _Pool:
         try:
@@ -400,7 +456,8 @@ class Arena:
     def _place_table(self, pool: int, block_bytes: int, block_tokens: int) -> tuple[int, bool]:
         """Where the pool's table lies in the table file, and whether it was there before."""
         count = self.budget_bytes // slot_stride(block_bytes)
-        size = max(count * entry_dtype(block_tokens).itemsize, 1)
+        entries = _entries_bytes(count, block_tokens)
+        size = entries + _directory_bytes(count)
         end = os.fstat(self._table_fd).st_size
         recorded = self._recorded(pool)
         is_new = not any(self._record_of(pool))
@@ -411,14 +468,15 @@ class Arena:
                 block_tokens,
                 size,
             )
-            if same and offset + _round_up(size, PAGE) <= end:
+            if same and offset + size <= end:
+                punch_hole(self._table_fd, offset + entries, size - entries)
                 return offset, True
             self._record(pool, bytes(_POOL_RECORD_BYTES))
             punch_hole(self._table_fd, offset, old_size)
         if not is_new:  # else there may be memory that was taken before, and nothing in it
             punch_hole(self.fd, pool * self.region_bytes, self.region_bytes)
         offset = _round_up(end, PAGE)
-        os.ftruncate(self._table_fd, offset + _round_up(size, PAGE))
+        os.ftruncate(self._table_fd, offset + size)
         self._record(pool, _with_check(_POOL_RECORD.pack(block_bytes, offset, size, block_tokens)))
         return offset, False
 
@@ -441,9 +499,9 @@ class Arena:
         count = self.budget_bytes // stride
         dtype = entry_dtype(block_tokens)
         payload_map = self._map_region(pool)
-        table_map = mmap.mmap(
-            self._table_fd, _round_up(max(count * dtype.itemsize, 1), PAGE), offset=offset
-        )
+        entries_bytes = _entries_bytes(count, block_tokens)
+        size = entries_bytes + _directory_bytes(count)
+        table_map = mmap.mmap(self._table_fd, size, offset=offset)
         region = np.frombuffer(payload_map, np.uint8)
         table_bytes = np.frombuffer(table_map, np.uint8)
         self._choose_nodes(table_bytes)
@@ -452,6 +510,11 @@ class Arena:
             block_tokens=block_tokens,
             slots=region[: count * stride].reshape(count, stride),
             table=np.frombuffer(table_map, dtype, count) if count else np.zeros(0, dtype),
+            table_offset=offset,
+            places=np.frombuffer(
+                table_map, np.uint64, bucket_count(count) * PLACES, entries_bytes
+            ).reshape(-1, PLACES),
+            where=np.zeros(count, np.uint32),
             region=region,
             table_bytes=table_bytes,
             maps=(payload_map, table_map),
@@ -478,6 +541,14 @@ class Arena:
 
 def _round_up(value: int, align: int) -> int:
     return -(-value // align) * align
+
+
+def _entries_bytes(slots: int, block_tokens: int) -> int:
+    return _round_up(max(slots * entry_dtype(block_tokens).itemsize, 1), PAGE)
+
+
+def _directory_bytes(slots: int) -> int:
+    return _round_up(bucket_count(slots) * PLACES * PLACE_BYTES, PAGE)
 
 
 def _region(budget_bytes: int) -> int:

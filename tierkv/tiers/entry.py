@@ -216,10 +216,3 @@ def split_hashes(hashes: bytes | memoryview) -> tuple[U64, U64]:
         )
     halves = np.frombuffer(hashes, ">u8").reshape(-1, 2)
     return halves[:, 0].astype(np.uint64), halves[:, 1].astype(np.uint64)
-
-
-def join_hashes(hi: U64, lo: U64) -> bytes:
-    """The inverse of ``split_hashes``."""
-    halves = np.empty((len(hi), 2), ">u8")
-    halves[:, 0], halves[:, 1] = hi, lo
-    return halves.tobytes()

@@ -49,11 +49,17 @@ class ArenaTables:
             sum_hi=entries.sum_hi,
             sum_lo=entries.sum_lo,
         )
+        arena.enter(pool, slots, entries.hash_lo)
+
+    def enter(self, tier: Tier, pool: int, slots: I64, hash_lo: U64) -> None:
+        """See SlotTables."""
+        self._arenas[tier].enter(pool, slots, hash_lo)
 
     def open(self, tier: Tier, pool: int, slots: I64, ids: U64) -> None:
         """See SlotTables."""
         self._before_change()
         arena = self._arenas[tier]
+        arena.leave(pool, slots)
         length = arena.block_bytes(pool)
         write_entries(arena.table(pool), slots, ids=ids, length=length, digest=OPEN)
 

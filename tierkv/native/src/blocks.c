@@ -1,31 +1,10 @@
 /* Loops over blocks of tokens and of bytes, for tierkv.native.loops.
  *
  * Matrices come as their address, the bytes from one row to the next, and how many rows there are. */
-#include "xxh3.h"
-
-#ifdef __x86_64__
-#include <immintrin.h>
-#define STORES_DONE() _mm_sfence()
-#define PAST_CACHES COPY_PAST_CACHES
-#else
-#define STORES_DONE() ((void)0)
-#define PAST_CACHES COPY
-#endif
+#include "copy.h"
 
 #define EXPORT __attribute__((visibility("default")))
 #define DIGEST_BYTES 16
-
-/* A call that copies much in blocks this long stores them past the caches: nobody reads all of it
- * soon, and a processor that stores whole lines so does not fetch them first. What is little stays in
- * the caches, for whoever asked for it. */
-#define PAST_CACHES_MIN 4096
-#define MUCH_BYTES (1 << 20)
-
-static Hash128 copied(uint8_t *target, const uint8_t *source, size_t length, int much) {
-    if (length <= SHORT_MAX) return xxh3_128(memcpy(target, source, length), length);
-    int past = much && length >= PAST_CACHES_MIN && (uintptr_t)target % STORE_BYTES == 0;
-    return xxh3_128_long(source, length, target, past ? PAST_CACHES : COPY);
-}
 
 /* Chain hashes of ``blocks`` blocks of ``block_bytes`` bytes of tokens, into ``out``. ``extras`` may
  * be NULL. ``scratch`` has room for a digest, a block's tokens and 8 bytes. */
