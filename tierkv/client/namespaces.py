@@ -220,8 +220,6 @@ class NamespaceCore:
     def _copy_out(self, reading: Reading, slots: I32 | None, out: U8) -> int:
         """Copy leading blocks from these slots, or from where they may lie; how many are right."""
         count = len(reading.hashes) if slots is None else len(slots)
-        if not count:
-            return 0
         return self.client.loops.read(
             self._readable,
             reading.hashes[:count],

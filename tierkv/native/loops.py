@@ -450,7 +450,7 @@ def _numbers(slots: Slots) -> U32:
 
 
 def _check_rows(matrix: U8) -> None:
-    contiguous = matrix.strides[1] == 1 or matrix.shape[1] <= 1
+    contiguous = matrix.strides[1] == 1 or matrix.shape[1] <= 1 or not len(matrix)
     require(contiguous and matrix.strides[0] >= 0, "the bytes of a row are contiguous")
 
 
