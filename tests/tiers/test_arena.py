@@ -64,6 +64,53 @@ def test_a_budget_below_one_block_has_no_slots(open_arena: OpenArena) -> None:
     arena.add_pool(0, 4096, BLOCK_TOKENS)
     assert arena.slots(0).shape == (0, 4096)
     assert arena.table(0).shape == (0,)
+    arena.populate_entries(0, 0, 0, lambda: False)
+
+
+def shown(arena: Arena, pool: int) -> tuple[np.ndarray, np.ndarray]:
+    """Entries and directory of a pool as workers see them, copied."""
+    place = arena.table_place(pool)
+    slots = len(arena.table(pool))
+    entries = os.pread(arena.shown_table_fd, slots * place.entry_bytes, place.entries_offset)
+    directory = os.pread(arena.shown_table_fd, 64 * place.buckets, place.directory_offset)
+    return np.frombuffer(entries, arena.table(pool).dtype), np.frombuffer(directory, np.uint64)
+
+
+def test_workers_see_entries_and_directory_of_each_pool(
+    open_arena: OpenArena, put_blocks: Any
+) -> None:
+    arena = open_arena()
+    for pool in (0, 1):
+        arena.add_pool(pool, BLOCK_BYTES << pool, BLOCK_TOKENS)
+        put_blocks(arena, pool, [3, 5], [10 + pool, 20 + pool])
+        arena.enter(pool, np.array([3, 5]), np.array([7 << 40, 8 << 40], np.uint64))
+        arena.leave(pool, np.array([5]))
+    for pool in (0, 1):
+        entries, directory = shown(arena, pool)
+        assert entries["id"][[3, 5]].tolist() == [10 + pool, 20 + pool]
+        assert directory[directory != 0].tolist() == [7 << 40 | 4]
+
+
+def test_workers_cannot_write_into_the_table(open_arena: OpenArena) -> None:
+    fd = open_arena().shown_table_fd
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(fd, b"x", 0)
+    with pytest.raises(OSError, match="Invalid argument"):
+        os.ftruncate(fd, 0)
+    assert os.fstat(fd).st_mode & 0o077 == 0
+
+
+def test_the_directory_is_not_taken_over(open_arena: OpenArena, put_blocks: Any) -> None:
+    arena = open_arena()
+    arena.add_pool(0, BLOCK_BYTES, BLOCK_TOKENS)
+    put_blocks(arena, 0, [3], [10])
+    arena.enter(0, np.array([3]), np.array([7 << 40], np.uint64))
+    arena.close()
+    again = reopened(arena, open_arena)
+    assert again.add_pool(0, BLOCK_BYTES, BLOCK_TOKENS)
+    entries, directory = shown(again, 0)
+    assert entries["id"][3] == 10
+    assert not directory.any()
 
 
 def test_pools_lie_one_region_apart_behind_one_descriptor(

@@ -389,8 +389,8 @@ class Arena:
         count, entry = len(known.table), known.table.dtype.itemsize
         populate(known.table_bytes, first * entry, stop * entry, is_stopped)
         directory = known.table_bytes[_entries_bytes(count, known.block_tokens) :]
-        size = directory.nbytes
-        populate(directory, first * size // count, stop * size // count, is_stopped)
+        per_slot = directory.nbytes / max(count, 1)
+        populate(directory, int(first * per_slot), int(stop * per_slot), is_stopped)
 
     def populate_first(self, start: int, stop: int, is_stopped: Callable[[], bool]) -> None:
         """Take memory for the first pool before it is there: of its bytes ``start`` to ``stop``.
