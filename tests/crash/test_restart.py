@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.crash.daemon import Daemon
@@ -64,6 +65,17 @@ def stored(daemon: Daemon) -> None:
         for tokens in PROMPTS:
             store(namespace, tokens).end()
         client.flush()
+
+
+def read(namespace: Namespace) -> list[int]:
+    """Blocks that are read of each prompt; none of their bytes may be wrong."""
+    counts = []
+    for tokens in PROMPTS:
+        out = np.zeros((BLOCKS, SMALL.block_bytes), np.uint8)
+        counts.append(namespace.read(tokens, out))
+        rows = out[: counts[-1]].reshape(-1, SMALL.token_bytes)
+        assert np.array_equal(rows, payload(SMALL, tokens)[: len(rows)])
+    return counts
 
 
 def found(client: Client) -> list[int]:
@@ -139,6 +151,40 @@ def segment(daemon: Daemon) -> Path:
 
 
 # --- stopping and starting ------------------------------------------------------------------------
+
+
+def test_reading_goes_on_while_no_daemon_runs_and_under_the_next(daemon: Daemon) -> None:
+    stored(daemon)
+    with daemon.connect() as client:
+        namespace = client.namespace(SMALL)
+        assert read(namespace) == [BLOCKS] * len(PROMPTS)
+        daemon.kill()
+        assert read(namespace) == [BLOCKS] * len(PROMPTS)
+        daemon.start()
+        assert read(namespace) == [BLOCKS] * len(PROMPTS)
+        before = client.stat()["epoch"]
+        assert before == client.epoch
+    with daemon.connect() as client, pytest.MonkeyPatch.context() as patch:
+        namespace = client.namespace(SMALL)
+        patch.setattr(client, "_run", None)  # what outlived the daemon was entered anew
+        assert read(namespace) == [BLOCKS] * len(PROMPTS)
+
+
+def test_a_worker_goes_over_to_a_new_arena_when_it_asks(daemon: Daemon) -> None:
+    """It reads the old one's blocks as long as it finds what it wants there."""
+    stored(daemon)
+    with daemon.connect() as client:
+        namespace = client.namespace(SMALL)
+        daemon.kill()
+        for path in daemon.arenas.iterdir():
+            path.unlink()
+        daemon.start()
+        assert read(namespace) == [BLOCKS] * len(PROMPTS)
+        client.stat()
+        out = np.zeros((BLOCKS, SMALL.block_bytes), np.uint8)
+        assert namespace._core.read_here(PROMPTS[0], out, None).copied == 0
+        assert read(namespace) == [BLOCKS] * len(PROMPTS)  # from disk
+        assert namespace._core.read_here(PROMPTS[0], out, None).copied == BLOCKS
 
 
 def test_a_clean_stop_and_start_loses_nothing(daemon: Daemon) -> None:

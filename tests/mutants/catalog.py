@@ -64,6 +64,7 @@ DISK = "tierkv.tiers.disk"
 SEGMENTS = "tierkv.tiers.segments"
 COPY = "tierkv.tiers.copy"
 STORE = "tierkv.service.store"
+READING = "tierkv.native.reading"
 
 WAL_SYNC = """        try:
             await self._in_thread(self._writer.sync)
@@ -434,6 +435,35 @@ MUTANTS = (
         "    dst.empty(pool, dst_slots)\n",
         "",
         Tests(("tests/tiers/test_copy.py",)),
+    ),
+    _one(
+        "a table that workers look into is cut off",
+        "tierkv.service.fd_store",
+        "            punch_hole(fd, 0, os.fstat(fd).st_size)\n",
+        "            os.ftruncate(fd, 0)\n",
+        Tests(("tests/service/test_fd_store.py",)),
+    ),
+    # --- reading without asking -------------------------------------------------------------------
+    _one(
+        "whatever bytes an entry leads to are read",
+        READING,
+        '    return words["id"] if copied == sums[0] << 64 | sums[1] else 0\n',
+        '    return words["id"]\n',
+        Tests(("tests/tiers/test_reading_race.py",)),
+    ),
+    _one(
+        "a torn entry counts",
+        READING,
+        "    if sums == (0, 0) or check != xxhash.xxh3_64_intdigest(entry[:-CHECK_BYTES]):\n",
+        "    if sums == (0, 0):\n",
+        Tests(("tests/native/test_reading.py",)),
+    ),
+    _one(
+        "a block is read whatever came before it",
+        READING,
+        '    if (words["parent"], words["hash_hi"], words["hash_lo"], words["extra"]) != said:\n',
+        '    if (words["hash_hi"], words["hash_lo"], words["extra"]) != said[1:]:\n',
+        Tests(("tests/native/test_reading.py",)),
     ),
     # --- the end of the log -----------------------------------------------------------------------
     _one(

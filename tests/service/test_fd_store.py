@@ -131,6 +131,17 @@ def test_nobody_who_holds_the_payload_can_change_its_size(tmp_path: Path) -> Non
         arena.close()
 
 
+def test_a_table_that_is_given_up_is_blank_but_as_long_as_before(tmp_path: Path) -> None:
+    """Workers may be looking into it: behind its end they would die of it."""
+    with Supervisor(tmp_path / "notify") as supervisor, started(supervisor) as store:
+        arena = open_arena(store)
+        arena.add_pool(0, 4096, 16)
+        size_bytes = os.fstat(arena.shown_table_fd).st_size
+        store.drop("device")
+        assert os.pread(arena.shown_table_fd, size_bytes + 1, 0) == bytes(size_bytes)
+        arena.close()
+
+
 def test_a_manager_that_is_gone_is_a_typed_error(tmp_path: Path) -> None:
     store = FdStore(Notifier(str(tmp_path / "nobody")), [])
     with pytest.raises(TierFailed, match=r"arena\.keep"):

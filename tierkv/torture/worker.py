@@ -21,6 +21,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 import tierkv
 from tierkv.client.sync import Namespace, Sequence
 from tierkv.errors import LeaseLost, PoolExhausted
@@ -69,6 +71,7 @@ class Worker:
             self._grow: 8,
             self._put: 3,
             self._check_one: 2,
+            self._read: 2,
             self._fork: 2,
             self._truncate: 1,
             self._suspend: 1,
@@ -176,6 +179,18 @@ class Worker:
         held = self._pick(suspended=False)
         if held is not None:
             self._check(held)
+
+    def _read(self) -> None:
+        """Copy what is cached of some prompt, whoever wrote it."""
+        choices = [self._choice() for _ in range(self._chance.randint(1, DEPTH_MAX))]
+        namespace = self._chance.choice(self._namespaces)
+        tokens, spec = prompt(self._tree, choices), namespace.spec
+        out = np.zeros((len(tokens) // spec.block_tokens, spec.block_bytes), np.uint8)
+        count = namespace.read(tokens, out)
+        found = out[:count].reshape(-1, spec.token_bytes)
+        if not np.array_equal(found, payload(spec, tokens)[: len(found)]):
+            raise WrongBytes(f"{count} blocks of {choices}, {spec.model}, were read wrong")
+        self.done["blocks read"] += count
 
     def _end(self) -> None:
         if self._held:
