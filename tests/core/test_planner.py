@@ -48,6 +48,25 @@ def test_a_cached_prefix_is_found_and_shared() -> None:
     check_invariants(world.state)
 
 
+def test_what_workers_read_by_themselves_counts_as_used() -> None:
+    world = World(4, 0, 0)
+    world.store(1, TOKENS[:8])
+    world.store(2, TOKENS[8:16])
+    released(world, 1, 2)
+    chain = world.chain(TOKENS[:8])
+    world.planner.used(world.namespace, chain.hi[::-1], chain.lo[::-1], 3)
+    world.store(3, TOKENS[16:24])
+    assert sum(world.planner.lookup(world.namespace, chain.hi, chain.lo)) == 2
+    assert world.counters.lookup_tokens - 3 * 8 == (2 + 3) * 4
+    assert world.counters.hit_tokens["device"] == 2 * 4
+    gone = world.chain(TOKENS[8:16])
+    assert sum(world.planner.lookup(world.namespace, gone.hi, gone.lo)) == 0
+    world.planner.used(world.namespace, gone.hi, gone.lo, 0)
+    check_invariants(world.state)
+    with pytest.raises(UnknownNamespace):
+        world.planner.used(world.namespace + 1, chain.hi, chain.lo, 0)
+
+
 def test_a_block_outlives_the_end_of_one_of_its_sequences() -> None:
     world = World(4, 0, 0)
     world.store(1, TOKENS[:8])

@@ -237,6 +237,7 @@ class RandomWork(RuleBasedStateMachine):
     @invariant()
     def the_state_is_sound(self) -> None:
         check_invariants(self.world.state)
+        self.world.check_shown()
         assert active_without_device_copy(self.world.state) == 0
         for local in set(self.tokens) - self.asleep:
             self._check(local)

@@ -45,6 +45,8 @@ class Slot:
     extra: int = 0
     sums: tuple[int, int] = (0, 0)
     payload: bytes = b""
+    shown: int | None = None
+    """The low half of the name by which workers find it here."""
 
 
 @dataclass
@@ -77,14 +79,17 @@ class FakeTiers:
             slot.tokens = tuple(entries.tokens[n].tolist())
             slot.extra = int(entries.extras[n])
             slot.sums = (int(entries.sum_hi[n]), int(entries.sum_lo[n]))
+        self.enter(tier, pool, slots, entries.hash_lo)
 
     def open(self, tier: Tier, pool: int, slots: Any, ids: Any) -> None:
         for s, name in zip(slots, ids, strict=True):
             slot = self.at(tier, pool, s)
             slot.id, slot.tokens, slot.extra, slot.sums = int(name), (), 0, (0, 0)
+            slot.shown = None
 
     def enter(self, tier: Tier, pool: int, slots: Any, hash_lo: Any) -> None:
-        pass
+        for s, name in zip(slots, hash_lo, strict=True):
+            self.at(tier, pool, s).shown = int(name)
 
     def punch(self, tier: Tier, pool: int, slots: Any) -> None:
         for s in slots:
@@ -176,6 +181,15 @@ class World:
 
     def _new(self, structures: Structures) -> State:
         return State(self.budgets, lambda _tier, pool: pool.block_bytes, structures)
+
+    def check_shown(self) -> None:
+        """Workers find every sealed block in the device tier, and no other under its slot."""
+        blocks = self.state.blocks
+        for row in self.state.rows_in(Tier.DEVICE).tolist():
+            pool = int(self.state.pool_of(np.array([row]))[0])
+            shown = self.tiers.at(Tier.DEVICE, pool, blocks.slot[Tier.DEVICE][row]).shown
+            sealed = bool(blocks.is_sealed(np.array([row]))[0])
+            assert shown == (int(blocks.hash_lo[row]) if sealed else None)
 
     def replayed(self) -> State:
         """A second state, made from the log alone."""

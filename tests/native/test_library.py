@@ -141,7 +141,10 @@ def test_a_wheel_has_the_library_if_there_is_a_compiler(tmp_path: Path, compiler
 @pytest.mark.timeout(300)
 def test_all_works_on_the_loops_in_python() -> None:
     """The suites that use the loops most, in a process that is told not to use C."""
-    suites = ("tests/tiers", "tests/client/test_sync.py", "tests/manager")
+    suites = (
+        *("tests/tiers", "tests/client/test_sync.py", "tests/client/test_reading.py"),
+        "tests/manager",
+    )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *suites],
         cwd=ROOT,

@@ -318,7 +318,7 @@ class Link:
         So it never waits. Raises ConnectionLost.
         """
         self._take_arrived()
-        if not self._posted:
+        if not self._posted and not self._abandoned:
             self.post(steps, deadline)
 
     def close(self) -> None:
@@ -376,7 +376,7 @@ class Link:
 
     def _take_arrived(self) -> None:
         """Take the replies that are there already. Raises ConnectionLost."""
-        while self._posted:
+        while self._posted or self._abandoned:
             frame = self._decoder.next()
             if frame is not None:
                 reply = decode_reply(frame.payload)

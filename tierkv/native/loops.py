@@ -384,6 +384,8 @@ class NativeLoops:
         """See Loops."""
         _check_reading(pool, hashes, tokens, extras, slots, out)
         count = len(hashes)
+        if extras is not None:
+            extras = np.ascontiguousarray(extras, np.uint64)
         much = count * out.shape[1] > QUICK_BYTES_MAX
         library = self._library.bytes if much else self._library.quick
         found: int = library.tierkv_read(
