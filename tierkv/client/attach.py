@@ -98,6 +98,8 @@ class MappedArena:
 
     def map_table(self, offset: int, size_bytes: int) -> U8:
         """A part of the table file (u8 [size_bytes]), for reading. Raises ProtocolError."""
+        if not self._close_table.alive:
+            raise ProtocolError("this arena is not used any more")
         return map_shared(self.table_fd, size_bytes, offset, writable=False)
 
     def populate(self, start: int, stop: int) -> None:

@@ -11,7 +11,6 @@ from tierkv.client.attach import MappedArena
 from tierkv.client.copying import rows_of
 from tierkv.client.core import ClientCore, Steps, expect
 from tierkv.client.sequences import (
-    I32,
     ExtraKeys,
     FoundPrefix,
     SequenceCore,
@@ -197,8 +196,7 @@ class NamespaceCore:
         tokens, extras = self._offer(token_ids, 0, extra_keys)
         tokens = tokens[: len(out) * self.spec.block_tokens]
         hashes = self._hashes(tokens, extras)
-        reading = Reading(tokens, extras, hashes, 0)
-        reading = reading._replace(copied=self._copy_out(reading, None, out))
+        reading = Reading(tokens, extras, hashes, self._copy_out(tokens, extras, hashes, None, out))
         if reading.done:
             self.uses.add(hashes)
         return reading
@@ -213,21 +211,17 @@ class NamespaceCore:
         # The others must come up, or their slots went to others while they were copied.
         sequence = yield from self.begin(reading.tokens, 0, extra_keys)
         try:
-            return self._copy_out(reading, sequence.table, out)
+            slots = sequence.table.view(np.uint32)
+            cached = reading.hashes[: len(slots)]
+            return self._copy_out(reading.tokens, reading.extras, cached, slots, out)
         finally:
             self.client.end([sequence])
 
-    def _copy_out(self, reading: Reading, slots: I32 | None, out: U8) -> int:
-        """Copy leading blocks from these slots, or from where they may lie; how many are right."""
-        count = len(reading.hashes) if slots is None else len(slots)
-        return self.client.loops.read(
-            self._readable,
-            reading.hashes[:count],
-            reading.tokens[: count * self.spec.block_tokens],
-            extras_of(reading.extras, 0, count) if len(reading.extras) else None,
-            None if slots is None else slots.view(np.uint32),
-            out,
-        )
+    def _copy_out(self, tokens: U32, extras: U64, hashes: U8, slots: U32 | None, out: U8) -> int:
+        """Copy these blocks from their slots, or from where they may lie; how many are right."""
+        ids = tokens[: len(hashes) * self.spec.block_tokens]
+        keys = extras_of(extras, 0, len(hashes)) if len(extras) else None
+        return self.client.loops.read(self._readable, hashes, ids, keys, slots, out)
 
     def tell_uses(self) -> Steps[None]:
         """Tell the daemon of blocks that were read here."""

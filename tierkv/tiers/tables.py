@@ -34,10 +34,10 @@ class ArenaTables:
     def fill(self, tier: Tier, pool: int, slots: I64, entries: BlockEntries) -> None:
         """See SlotTables."""
         self._before_change()
-        arena = self._arenas[tier]
+        arena, numbers = self._arenas[tier], slots.astype(np.uint32)
         write_entries(
             arena.table(pool),
-            slots,
+            numbers,
             ids=entries.ids,
             parents=entries.parents,
             hash_hi=entries.hash_hi,
@@ -49,7 +49,7 @@ class ArenaTables:
             sum_hi=entries.sum_hi,
             sum_lo=entries.sum_lo,
         )
-        arena.enter(pool, slots, entries.hash_lo)
+        arena.enter(pool, numbers, entries.hash_lo)
 
     def enter(self, tier: Tier, pool: int, slots: I64, hash_lo: U64) -> None:
         """See SlotTables."""
@@ -58,10 +58,10 @@ class ArenaTables:
     def open(self, tier: Tier, pool: int, slots: I64, ids: U64) -> None:
         """See SlotTables."""
         self._before_change()
-        arena = self._arenas[tier]
-        arena.leave(pool, slots)
+        arena, numbers = self._arenas[tier], slots.astype(np.uint32)
+        arena.leave(pool, numbers)
         length = arena.block_bytes(pool)
-        write_entries(arena.table(pool), slots, ids=ids, length=length, digest=OPEN)
+        write_entries(arena.table(pool), numbers, ids=ids, length=length, digest=OPEN)
 
     def punch(self, tier: Tier, pool: int, slots: I64) -> None:
         """See SlotTables."""
