@@ -360,14 +360,4 @@ class Failure(Message, tag="failure"):
     details: dict[str, Any]
 
 
-Reply = (
-    Welcome
-    | NamespaceOpened
-    | Found
-    | Existing
-    | Table
-    | Stored
-    | Done
-    | Status
-    | Failure
-)
+Reply = Welcome | NamespaceOpened | Found | Existing | Table | Stored | Done | Status | Failure
