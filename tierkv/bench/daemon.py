@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 import numpy as np
 
@@ -53,9 +53,8 @@ class Daemon:
         # A socket's path is short, whatever folder is measured.
         self._run = Path(tempfile.mkdtemp(prefix="tierkv-bench-"))
         self.socket = str(self._run / "tierkv.sock")
-        shared = SHM.is_dir() and os.access(SHM, os.W_OK)
         own = f"tierkv-bench-{os.getpid()}-"
-        self.arenas = Path(tempfile.mkdtemp(prefix=own, dir=SHM if shared else None))
+        self.arenas = Path(tempfile.mkdtemp(prefix=own, dir=_shared_folder()))
         self._log = self._run / "daemon.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._settings = {
@@ -151,6 +150,15 @@ class Daemon:
                     words = self._log.read_text(errors="replace")[-2000:]
                     raise RuntimeError(f"the daemon does not serve:\n{words}") from None
                 time.sleep(0.002)
+
+
+def shared_file() -> IO[bytes]:
+    """An unnamed file where daemons that are measured have their arenas."""
+    return tempfile.TemporaryFile(dir=_shared_folder())
+
+
+def _shared_folder() -> Path | None:
+    return SHM if SHM.is_dir() and os.access(SHM, os.W_OK) else None
 
 
 class Link:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
+
+import numpy as np
 
 from tierkv.bench import blocks, worker
 from tierkv.bench.bars import Reaches
-from tierkv.bench.daemon import Daemon
+from tierkv.bench.daemon import Daemon, shared_file
 from tierkv.bench.harness import Bench, Line, gigabytes_per_s, once
 from tierkv.core.spec import KVSpec
+from tierkv.pages import populate
 from tierkv.units import KiB, MiB
 
 SIZES = (MiB, 64 * KiB)
@@ -44,16 +48,23 @@ def _fill(bench: Bench, spec: KVSpec) -> Line:
                 blocks.check(namespace, tokens, payload)
         return spent
 
+    def new_pages() -> float:
+        with shared_file() as file:
+            file.truncate(filled)
+            mapped = np.frombuffer(mmap.mmap(file.fileno(), filled), np.uint8)
+            return once(lambda: populate(mapped, 0, filled))
+
     def copies() -> None:
         for _ in range(calls):
             ring.copy()
 
-    measured = bench.interleave(place, {"tierkv": fill, "memcpy": lambda: once(copies)})
+    variants = {"tierkv": fill, "memcpy": lambda: once(copies), "taking new pages": new_pages}
+    measured = bench.interleave(place, variants)
     return measured.line(
         f"put.first.{blocks.label(spec)}",
         gigabytes_per_s(filled),
         "tierkv",
-        ["memcpy"],
+        ["memcpy", "taking new pages"],
         place,
         bars=[Reaches(SHARE, "memcpy")],
         note=f"{len(payload)} blocks a call",
