@@ -425,6 +425,18 @@ def test_the_end_of_a_lease_leaves_no_reference() -> None:
     assert world.state.used_bytes(Tier.DEVICE) == 2 * SHAPE.block_bytes
 
 
+def test_a_block_that_is_a_candidate_twice_is_written_once() -> None:
+    """Sealed, spilled, and brought up as a twin before it was written: the queue has it twice."""
+    world = World(4, 0, 16)
+    world.store(1, TOKENS[:16])
+    rows, ids = world.planner.take_sealed()[-1]
+    twice, names = np.concatenate([rows, rows[:2]]), np.concatenate([ids, ids[:2]])
+    assert world.run(world.placement.clean_down(twice, names)) == len(rows)
+    assert world.state.slots[Tier.DISK, 0].used_count == len(rows)
+    check_invariants(world.state)
+    check_invariants(world.replayed())
+
+
 def test_write_behind_makes_eviction_free() -> None:
     world = World(4, 0, 16)
     world.store(1, TOKENS[:16])

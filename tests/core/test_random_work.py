@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -183,7 +184,8 @@ class RandomWork(RuleBasedStateMachine):
     @rule()
     def write_behind(self) -> None:
         sealed = self.world.planner.take_sealed()
-        for rows, ids in sealed:
+        if sealed:  # all in one, as they may stand in the daemon's queue
+            rows, ids = map(np.concatenate, zip(*sealed, strict=True))
             self.world.run(self.world.placement.clean_down(rows, ids))
 
     @rule()

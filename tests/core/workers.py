@@ -538,7 +538,8 @@ class Run:
 
     def write_behind(self) -> None:
         sealed = self.world.planner.take_sealed()
-        for rows, ids in sealed:
+        if sealed:  # all in one, as they may stand in the daemon's queue
+            rows, ids = map(np.concatenate, zip(*sealed, strict=True))
             flow = self.world.placement.clean_down(rows, ids)
             self.scheduler.start(f"write-behind {rows.tolist()}", flow, lambda _done: None)
 

@@ -66,6 +66,12 @@ def distinct(values: npt.NDArray[Integer]) -> npt.NDArray[Integer]:
     return ordered[first_of_runs(ordered)]
 
 
+def first_of_each(values: npt.NDArray[Integer]) -> npt.NDArray[np.int64]:
+    """Where each value is for the first time, ascending."""
+    order = np.argsort(values, kind="stable")
+    return np.sort(order[first_of_runs(values[order])])
+
+
 def numbered(
     values: npt.NDArray[Integer],
 ) -> tuple[npt.NDArray[Integer], npt.NDArray[np.int64]]:

@@ -35,6 +35,8 @@ VALUE = np.dtype(
 )
 """The persistent part of one row, 64 bytes: what a checkpoint stores."""
 
+PLACED_TWICE = "a block was placed twice"
+
 _FLAGS = np.arange(4)
 _SEALED = (_FLAGS & SEALED) != 0
 _INDEXED = (_FLAGS & INDEXED) != 0
@@ -211,10 +213,11 @@ class Blocks:
     def place(self, rows: I64, tier: Tier, slots: U32) -> None:
         """The rows have copies in these slots of the tier. Mutates.
 
-        Raises InvariantViolation if one has a copy there already.
+        Raises InvariantViolation if one has a copy there already, or gets two.
         """
-        require(every(self.slot[tier][rows] == NO_SLOT), "a block was placed twice")
+        require(every(self.slot[tier][rows] == NO_SLOT), PLACED_TWICE)
         self.slot[tier][rows] = slots
+        require(every(self.slot[tier][rows] == slots), PLACED_TWICE)
         self._where[rows] |= _PRESENT[tier]
 
     def unplace(self, rows: I64, tier: Tier) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tierkv.core.arrays import distinct, every, indices
+from tierkv.core.arrays import distinct, every, first_of_each, indices
 from tierkv.core.counters import GONE, TIERS, Counters
 from tierkv.core.doubt import Doubt
 from tierkv.core.effects import Check, Flow, Move, Moved, Signal, Wait
@@ -290,8 +290,8 @@ class Placement:
     def copy(self, source: Tier, target: Tier, rows: I64, ids: U64) -> Flow[int]:
         """Give blocks another copy further down, as far as there is room; returns how many.
 
-        ``ids`` name the blocks that ``rows`` held when the caller decided. Rows that hold another
-        block by now are passed over.
+        ``ids`` name the blocks that ``rows`` held when the caller decided; no row is there twice.
+        Rows that hold another block by now are passed over.
         """
         done = 0
         for pool, members in self.state.by_pool(rows):
@@ -550,10 +550,16 @@ class Placement:
             self.tables.enter(Tier.DEVICE, pool, slots, blocks.hash_lo[members])
 
     def clean_down(self, rows: I64, ids: U64) -> Flow[int]:
-        """Write sealed blocks to disk that are not there yet (write-behind)."""
+        """Write sealed blocks to disk that are not there yet (write-behind).
+
+        A row may be named more than once: a block that is sealed, spills and comes up as the twin
+        of another one is a candidate each time.
+        """
         blocks = self.state.blocks
         if not self.enabled(Tier.DISK):
             return 0
+        once = first_of_each(rows)
+        rows, ids = rows[once], ids[once]
         wanted = (
             (blocks.id[rows] == ids) & blocks.is_sealed(rows) & ~blocks.has_copy(rows, Tier.DISK)
         )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierkv.core.blocks import Blocks
+from tierkv.core.blocks import PLACED_TWICE, Blocks
 from tierkv.core.ids import I64, U32, U64, Bool, Tier
 from tierkv.core.policy import Lru
 from tierkv.core.records import Records
@@ -84,7 +84,7 @@ class NativeBlocks(Blocks):
     def alloc(self, records: Records) -> None:
         """See Blocks."""
         done = self._library.tierkv_rows_alloc(self._at, address(records), len(records))
-        _require(done, "a block was placed twice")
+        _require(done, PLACED_TWICE)
 
     def may_seal(self, records: Records) -> tuple[I64, U64, U64]:
         """See Blocks."""

@@ -266,6 +266,9 @@ class Worker:
                     one.sequence.suspend()
                 except LeaseLost:
                     self.done["lost"] += 1
+        # What a broken connection left with the daemon goes now; the answer comes before the next.
+        self._client._release_orphans()
+        self._client.stat()
         said = self._folder / f"paused-{os.getpid()}"
         draft = self._folder / f"pausing-{os.getpid()}"
         held = len(self._client._core.sequences)  # those that it writes from are among them

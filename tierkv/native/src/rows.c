@@ -18,7 +18,7 @@ static int check_blocks(const Blocks *blocks, const Record *records, size_t coun
     return 0;
 }
 
-/* Enter new blocks with their first copies. NOT_SO: a row has a copy in that tier. */
+/* Enter new blocks with their first copies. NOT_SO: a row has a copy in that tier, or gets two. */
 EXPORT int tierkv_rows_alloc(Blocks *blocks, const Record *records, size_t count) {
     for (size_t n = 0; n < count; n++) {
         const Record *record = records + n;
@@ -27,6 +27,7 @@ EXPORT int tierkv_rows_alloc(Blocks *blocks, const Record *records, size_t count
     }
     for (size_t n = 0; n < count; n++) {
         const Record *record = records + n;
+        if (blocks->slot[record->tier][record->key] != NO_SLOT) return NOT_SO;
         blocks->id[record->key] = record->id;
         blocks->namespace[record->key] = record->aux;
         blocks->slot[record->tier][record->key] = (uint32_t)record->loc;
