@@ -169,6 +169,22 @@ def test_a_request_is_sent_again_when_the_daemon_dies_over_it(daemon, client, ns
     assert held[0].suspended == held[1].suspended
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_shared_tail_is_kept_when_the_daemon_dies_over_its_copy(daemon, client, ns, when):
+    sequence = ns.begin([])
+    fill(ns, sequence, PROMPT)
+    tail = ns.pool[sequence.block_table[-1]].copy()
+    child = sequence.fork()
+    getattr(daemon, f"cut_{when}").append(m.Reserve)
+    sequence.reserve(1)
+    assert not sequence.lost
+    assert sequence.block_table[-1] != child.block_table[-1]
+    assert (ns.pool[sequence.block_table[-1]] == tail).all()
+    fill(ns, sequence, [1])
+    fill(ns, child, [2])
+    assert sequence.block_table.tolist() == daemon.held()[1].slots
+
+
 def test_a_daemon_killed_over_a_request_that_it_never_answers(daemon, client, ns):
     sequence = ns.begin([])
     daemon.silent.append(m.Reserve)

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 I32 = npt.NDArray[np.int32]
 TOKENS_MIN = 256
 ALL_BLOCKS = 2**32 - 1
+NOWHERE = ALL_BLOCKS
+"""In place of a block's index: behind all of them."""
 
 ExtraKeys = Items[bytes | None]
 """Per block, from the first: bytes that make it another block (an image's hash), or None."""
@@ -87,6 +89,7 @@ class SequenceCore:
         self.ended = False
         self._room_tokens = 0
         self._asked_to_seal = 0
+        self._asked_to_reserve_from = NOWHERE
         self._asked_to_suspend = False
         self._tokens: U32 = np.empty(TOKENS_MIN, np.uint32)
         self._hashes = bytearray()
@@ -258,9 +261,10 @@ class SequenceCore:
     def take_up(self, state: SequenceState) -> bool:
         """Adopt what a daemon that came back holds; False if that is not what it acknowledged.
 
-        It may have got further than it could say: sealed, with a twin in a block's place, or
-        suspended. But it may also have lost its last acknowledgements (durability "none"); then
-        what was written since lies in slots that are not this sequence's.
+        It may have got further than it could say: sealed, with a twin in a block's place, with a
+        copy of a tail that was shared, or suspended. But it may also have lost its last
+        acknowledgements (durability "none"); then what was written since lies in slots that are not
+        this sequence's.
         """
         if self.coming and not state.suspended:
             self._adopt_ready(state.slots, self.ready)
@@ -276,7 +280,8 @@ class SequenceCore:
             return False
         if not (state.suspended or self.suspended):
             own = max(self.sealed, min(state.sealed, self._asked_to_seal))
-            if not np.array_equal(slots[own : len(self.table)], self.table[own:]):
+            stop = min(len(self.table), self._asked_to_reserve_from)
+            if not np.array_equal(slots[own:stop], self.table[own:stop]):
                 return False
         self.adopt(state.slots, state.sealed, suspended=state.suspended)
         return True
@@ -304,11 +309,14 @@ class SequenceCore:
             self.require_active()
             return None if covered else Reserve(self.number, self.num_tokens, total)
 
+        if not covered:
+            self._asked_to_reserve_from = self.num_tokens // self.block_tokens
         reply = yield ask
         if covered:
             return
         table = expect(reply, Table)
         self.adopt(table.slots, table.sealed)
+        self._asked_to_reserve_from = NOWHERE
         self._require_room(total)
 
     def _require_room(self, total: int) -> None:
