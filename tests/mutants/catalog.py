@@ -449,7 +449,7 @@ MUTANTS = (
         READING,
         '    return words["id"] if copied == sums[0] << 64 | sums[1] else 0\n',
         '    return words["id"]\n',
-        Tests(("tests/tiers/test_reading_race.py",)),
+        Tests(("tests/native/test_reading.py",)),
     ),
     _one(
         "a torn entry counts",
