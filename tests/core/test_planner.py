@@ -437,6 +437,17 @@ def test_a_block_that_is_a_candidate_twice_is_written_once() -> None:
     check_invariants(world.replayed())
 
 
+def test_eviction_does_not_go_on_with_a_state_that_is_broken() -> None:
+    """Some of the blocks have left by then: another try would start from the middle."""
+    world = World(4, 0, 0)
+    world.store(1, TOKENS[:16])
+    released(world, 1)
+    state, (row,) = world.state, world.state.live_rows()[1:2]
+    state.index.remove(np.array([row]), state.blocks.hash_hi, state.blocks.hash_lo)
+    with pytest.raises(InvariantViolation, match="in the hash table"):
+        world.store(2, [8] * 16)
+
+
 def test_write_behind_makes_eviction_free() -> None:
     world = World(4, 0, 16)
     world.store(1, TOKENS[:16])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tierkv.core.arrays import distinct
+from tierkv.core.arrays import first_of_each
 from tierkv.core.ids import I64, U8, U32, Bool
 from tierkv.core.space import Memory, ahead, column, stretched, widest
 from tierkv.errors import require
@@ -129,9 +129,7 @@ class SlotSet:
             self._depth -= size
             # An entry may be stale (taken by replay, or listed twice).
             free = top[self._is[top] == FREE]
-            if len(distinct(free)) != len(free):
-                _, first = np.unique(free, return_index=True)
-                free = free[np.sort(first)]
+            free = free[first_of_each(free)]
             self._is[free] = HELD
             parts.append(free)
             missing -= len(free)

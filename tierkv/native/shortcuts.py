@@ -13,7 +13,7 @@ from tierkv.core.shortcuts import Evicted, Sealed
 from tierkv.errors import require
 from tierkv.native.library import Library
 from tierkv.native.memory import address
-from tierkv.native.structures import NativeBlocks, NativeLru, NativeSlotSet
+from tierkv.native.structures import NOT_SO, NativeBlocks, NativeLru, NativeSlotSet
 from tierkv.native.table import NativeTable
 
 if TYPE_CHECKING:
@@ -52,8 +52,10 @@ class NativeShortcuts:
             *(blocks.lent(), rows.lent(count), slots.lent(count), order.lent(), index.lent()),
             *(tier, wanted, safe, count, address(records), address(gone_to)),
         )
-        if failed:
+        if failed == NOT_SO:
             return None
+        # Else part of it may be done: nobody can go on from there.
+        require(not failed, "an indexed block is in the hash table")
         for one in (rows, slots, order, index):
             one.returned()
         state.slots_freed += count

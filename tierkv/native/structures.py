@@ -7,10 +7,8 @@ of them a microsecond or more where caches are cold.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tierkv.core.blocks import PLACED_TWICE, Blocks
 from tierkv.core.ids import I64, U32, U64, Bool, Tier
@@ -22,9 +20,9 @@ from tierkv.errors import InvariantViolation
 from tierkv.native.library import Library
 from tierkv.native.memory import LastingAddresses, address
 
-Column = npt.NDArray[Any]
+OTHER_BLOCK, NOT_SO = -2, -3
+"""What the library returns beside numbers and, for a row that is not there, -1."""
 
-_NO_ROW, _OTHER_BLOCK, _NOT_SO = -1, -2, -3
 _COLUMNS = ("id", "parent", "hash_hi", "hash_lo", "sum_hi", "sum_lo", "namespace", "flags")
 _COUNTS = ("refs", "active", "_where")
 
@@ -264,8 +262,8 @@ def _require(result: int, not_so: str = "") -> int:
     """What the library returned. Raises InvariantViolation; IndexError for a row not there."""
     if result >= 0:
         return int(result)
-    if result == _OTHER_BLOCK:
+    if result == OTHER_BLOCK:
         raise InvariantViolation("a record names a block that is gone")
-    if result == _NOT_SO:
+    if result == NOT_SO:
         raise InvariantViolation(not_so)
     raise IndexError("no such row, slot or tier")

@@ -145,10 +145,7 @@ EXPORT int tierkv_rows_may_leave(
     const Blocks *blocks, const int64_t *rows, size_t count, unsigned tier, uint8_t *may
 ) {
     if (!all_rows(blocks, rows, count)) return NO_ROW;
-    for (size_t n = 0; n < count; n++) {
-        int mapped = tier == DEVICE && blocks->active[rows[n]] != 0;
-        may[n] = (blocks->where[rows[n]] & bit_of(tier)) && !mapped;
-    }
+    for (size_t n = 0; n < count; n++) may[n] = (uint8_t)may_leave(blocks, (size_t)rows[n], tier);
     return 0;
 }
 

@@ -62,6 +62,12 @@ typedef struct {
 
 static inline uint8_t bit_of(unsigned tier) { return (uint8_t)(1u << tier); }
 
+/* tierkv.core.blocks.Blocks.may_leave, of one row. */
+static inline int may_leave(const Blocks *blocks, size_t row, unsigned tier) {
+    int mapped = tier == DEVICE && blocks->active[row] != 0;
+    return (blocks->where[row] & bit_of(tier)) && !mapped;
+}
+
 /* Make a row free that has no copy and nobody holds. */
 static inline void clear_row(Blocks *blocks, size_t row) {
     blocks->id[row] = blocks->parent[row] = 0;

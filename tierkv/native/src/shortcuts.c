@@ -1,7 +1,8 @@
 /* What the planner does most, decided and done at once: see tierkv.core.shortcuts.
  *
  * Each function changes nothing and returns NOT_SO where the case is not the simple one. Else the
- * state is then as if the records that it wrote had been applied. */
+ * state is then as if the records that it wrote had been applied. NO_ROW: it was broken before, and
+ * may be in part what it was and in part what it should be. */
 #include <string.h>
 
 #include "rows.h"
@@ -16,12 +17,6 @@ static uint64_t next_live(const Touches *touches, uint64_t at) {
         if (at < touches->tail && touches->entry[touches->log[at]] == at + 1) return at;
     }
     return touches->tail;
-}
-
-/* Whether the row may leave the tier now. */
-static int may_leave(const Blocks *blocks, size_t row, unsigned tier) {
-    int mapped = tier == DEVICE && blocks->active[row] != 0;
-    return (blocks->where[row] & bit_of(tier)) && !mapped;
 }
 
 /* Ask for all that taking the next rows out of the array will look at. */
