@@ -21,8 +21,11 @@ ARENAS = list(ARENA_FDS)
 PASS_DESCRIPTORS = """
 import os, sys
 end = sys.argv.index("--")
-aside = [os.dup2(int(fd), 100 + k) for k, fd in enumerate(sys.argv[1:end])]
-for fd in {*map(int, sys.argv[1:end])}:
+fds = [*map(int, sys.argv[1:end])]
+# Where none of them lies: the process that calls may have many open.
+beyond = max([100, *fds]) + 1
+aside = [os.dup2(fd, beyond + k) for k, fd in enumerate(fds)]
+for fd in {*fds}:
     os.close(fd)
 for k, fd in enumerate(aside):
     os.dup2(fd, 3 + k, inheritable=True)
