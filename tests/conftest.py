@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
+
+from tests.cuda_standin import build_standin
 
 
 @pytest.hookimpl(wrapper=True)
@@ -19,3 +22,9 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"skipped, but must run in CI: {report.longrepr}"
     return report
+
+
+@pytest.fixture(scope="session")
+def standin_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stand-in for the CUDA driver, a library without kernels."""
+    return build_standin(tmp_path_factory.mktemp("standin") / "libcuda_standin.so")

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tierkv_kernels.cuda import bindings
+from tierkv_kernels.errors import BackendUnavailable, DriverError
 
 VARIABLE = "TIERKV_LIBCUDA"
 """Environment variable: the path of another driver library."""
@@ -28,11 +29,14 @@ class Driver:
     def __init__(self, path: str | None = None) -> None:
         """path: of the library; None: $TIERKV_LIBCUDA, else the system's.
 
-        Raises BackendUnavailable if there is none, DriverError if it finds no device.
+        Raises BackendUnavailable if there is none, or it finds no device.
         """
         self.path = path or os.environ.get(VARIABLE) or DEFAULT_PATH
         self.calls = bindings.load(self.path)
-        self.calls.cuInit(0)
+        try:
+            self.calls.cuInit(0)
+        except DriverError as error:
+            raise BackendUnavailable(f"no CUDA device: {error}") from error
 
     @property
     def version(self) -> tuple[int, int]:

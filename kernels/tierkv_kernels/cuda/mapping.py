@@ -95,8 +95,8 @@ class Mapping:
     def close(self) -> None:
         """Unmap. The memory itself goes with its last mapping and descriptor, in any process."""
         if self.address:
-            address, self.address = self.address, 0
-            self._undo(address, mapped=True)
+            self._undo(self.address, mapped=True)
+            self.address = 0
 
     def _undo(self, address: int, mapped: bool) -> None:
         if mapped:
