@@ -399,6 +399,14 @@ int cuDeviceGetName(char *name, int room, int device) {
     return SUCCESS;
 }
 
+int cuDeviceGetUuid_v2(char *uuid, int device) {
+    ENTER;
+    REQUIRE(device >= 0 && device < devices(), INVALID_DEVICE);
+    std::memcpy(uuid, "simulated device", 16);
+    uuid[15] = static_cast<char>(device);
+    return SUCCESS;
+}
+
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
     ENTER;
     REQUIRE(device >= 0 && device < devices(), INVALID_DEVICE);
@@ -565,6 +573,14 @@ int cuLaunchKernel(void *handle, unsigned grid_x, unsigned grid_y, unsigned grid
                        kernel->run(parameters.data(), grid_x, grid_y, grid_z, block_x, shared);
                    },
                    {}, true});
+    return SUCCESS;
+}
+
+int cuCtxSynchronize() {
+    ENTER_CONTEXT;
+    for_each_stream(all, [=](Stream &stream) {
+        if (stream.context == context) run_until(stream, stream.issued);
+    });
     return SUCCESS;
 }
 

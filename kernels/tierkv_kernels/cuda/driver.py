@@ -77,6 +77,13 @@ class Device:
         return text.value.decode()
 
     @property
+    def uuid(self) -> bytes:
+        """16 bytes that name this very card, in every process."""
+        text = ctypes.create_string_buffer(16)
+        self.calls.cuDeviceGetUuid_v2(text, self.handle)
+        return text.raw
+
+    @property
     def arch(self) -> str:
         """As the compiler calls it, such as "sm_90"."""
         major = self.attribute(bindings.COMPUTE_CAPABILITY_MAJOR)
@@ -124,6 +131,10 @@ class Context:
         free, total = c_size_t(), c_size_t()
         self.calls.cuMemGetInfo_v2(byref(free), byref(total))
         return free.value
+
+    def synchronize(self) -> None:
+        """Wait in this thread until all that this process gave to the device is done."""
+        self.calls.cuCtxSynchronize()
 
     def stream(self) -> Stream:
         """A new stream, which does not wait for the default one."""

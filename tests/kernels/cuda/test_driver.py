@@ -33,6 +33,8 @@ def test_what_a_device_says_of_itself(driver: Driver, monkeypatch: pytest.Monkey
     assert driver.device_count() == 2
     device = driver.device(1)
     assert device.name == "simulated device 1"
+    assert len(device.uuid) == 16
+    assert device.uuid != driver.device(0).uuid
     assert device.arch == "sm_121"
     assert device.total_bytes == 8 << 30
     assert device.attribute(bindings.MULTIPROCESSORS) == 132
@@ -97,6 +99,24 @@ def test_copies_round_trip(context: Context) -> None:
     context.free(first)
     context.free(second)
     stream.close()
+
+
+def test_a_context_waits_for_all_of_its_streams(context: Context) -> None:
+    source, target = pattern(3), np.zeros(NBYTES, np.uint8)
+    context.register_host(target.ctypes.data, NBYTES)
+    address = context.allocate(NBYTES)
+    streams = [context.stream(), context.stream()]
+    streams[0].copy_to_device(address, source.ctypes.data, NBYTES)
+    streams[0].synchronize()
+    for stream, part in zip(streams, np.split(target, 2), strict=True):
+        stream.copy_to_host(part.ctypes.data, address, part.nbytes)
+    assert not target.any()
+    context.synchronize()
+    assert np.array_equal(target, np.tile(source[: NBYTES // 2], 2))
+    for stream in streams:
+        stream.close()
+    context.free(address)
+    context.unregister_host(target.ctypes.data)
 
 
 def test_memory_is_counted(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
