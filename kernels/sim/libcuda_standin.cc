@@ -11,8 +11,10 @@
 //   TIERKV_STANDIN_DEVICES  how many devices there are (1)
 //   TIERKV_STANDIN_ARCH     their compute capability (9.0)
 //   TIERKV_STANDIN_BYTES    memory of each (8 GiB)
+//   TIERKV_STANDIN_KERNELS  a directory of simulated kernels: NAME.so for the kernel NAME of a module
 //   TIERKV_STANDIN_FAIL     calls that fail: NAME=CODE every time, NAME@N=CODE the Nth time only,
 //                           several with commas between; CODE is a CUresult
+#include <dlfcn.h>
 #include <elf.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -29,9 +31,10 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "standin_kernels.h"
+#include "params.h"
 
 namespace {
 
@@ -52,6 +55,7 @@ enum Result : int {
     ILLEGAL_ADDRESS = 700,
     HOST_MEMORY_ALREADY_REGISTERED = 712,
     HOST_MEMORY_NOT_REGISTERED = 713,
+    LAUNCH_FAILED = 719,
     NOT_SUPPORTED = 801,
     UNKNOWN = 999,
 };
@@ -79,6 +83,7 @@ constexpr Meaning meanings[] = {
      "part or all of the requested memory range is already mapped"},
     {HOST_MEMORY_NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
      "pointer does not correspond to a registered memory region"},
+    {LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
 };
 
@@ -132,9 +137,29 @@ struct Module {
     std::string image;
 };
 
+// What the simulator exports, see cusim.cc: one variant of the kernels in each library.
+struct Simulated {
+    int (*launch)(const char *, unsigned grid, unsigned block, unsigned shared, void **arguments);
+    const char *(*error)();
+};
+
+// A kernel of params.h; its variants have names that begin with this one.
+struct Kernel {
+    const char *name;
+    size_t parameter_bytes;
+};
+
+constexpr Kernel kernels[] = {
+    {"paged_attention", sizeof(AttentionParams)},
+    {"merge_partials", sizeof(MergeParams)},
+    {"move_pieces", sizeof(MoveParams)},
+    {"write_kv", sizeof(WriteParams)},
+};
+
 struct Function {
     Module *module;
-    const StandinKernel *kernel;
+    const Kernel *kernel;
+    Simulated simulated;
     int max_dynamic_shared = SHARED_PER_BLOCK;
 };
 
@@ -165,6 +190,7 @@ struct State {
     std::map<Address, Reservation> reservations;
     std::map<Address, size_t> registered;
     std::map<std::string, int> calls;
+    int failed = SUCCESS;  // of a kernel, for the next call that waits to report
 };
 
 State &state() {
@@ -338,6 +364,21 @@ struct MemAccessDesc {
     int flags;
 };
 
+bool find_simulated(const std::string &name, const Kernel *&kernel, Simulated &simulated) {
+    const char *directory = std::getenv("TIERKV_STANDIN_KERNELS");
+    if (!directory) return false;
+    for (const Kernel &known : kernels)
+        if (!name.compare(0, std::strlen(known.name), known.name)) kernel = &known;
+    void *library = dlopen((directory + ("/" + name) + ".so").c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (!library || !kernel) return false;
+    void *launch = dlsym(library, "cusim_launch"), *error = dlsym(library, "cusim_error");
+    simulated = {reinterpret_cast<decltype(Simulated::launch)>(launch),
+                 reinterpret_cast<decltype(Simulated::error)>(error)};
+    return launch && error;
+}
+
+int failure_so_far(State &all) { return std::exchange(all.failed, SUCCESS); }
+
 bool is_shareable(const MemAllocationProp *prop) {
     return prop->type == 1 && prop->requested_handle_types == 1 && prop->location.type == 1 &&
            prop->location.id >= 0 && prop->location.id < devices() && !prop->win32;
@@ -418,6 +459,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
         case 75: *value = major; break;
         case 76: *value = minor; break;
         case 81: *value = SHARED_PER_MULTIPROCESSOR; break;
+        case 88: *value = 1; break;  // host memory needs no registration to be used by kernels
         case 97: *value = SHARED_PER_BLOCK_OPTIN; break;
         case 102: case 103: *value = 1; break;
         default: return INVALID_VALUE;
@@ -517,9 +559,10 @@ int cuModuleGetFunction(void **handle, void *module_handle, const char *name) {
     REQUIRE(is_live(all.modules, module_handle), INVALID_HANDLE);
     Module *module = static_cast<Module *>(module_handle);
     REQUIRE(module->image.find(name) != std::string::npos, NOT_FOUND);
-    const StandinKernel *kernel = standin_kernel ? standin_kernel(name) : nullptr;
-    REQUIRE(kernel, NOT_FOUND);
-    *handle = *all.functions.insert(new Function{module, kernel}).first;
+    const Kernel *kernel = nullptr;
+    Simulated simulated{};
+    REQUIRE(find_simulated(name, kernel, simulated), NOT_FOUND);
+    *handle = *all.functions.insert(new Function{module, kernel, simulated}).first;
     return SUCCESS;
 }
 
@@ -566,11 +609,15 @@ int cuLaunchKernel(void *handle, unsigned grid_x, unsigned grid_y, unsigned grid
     REQUIRE(grid_x && grid_y && grid_z && grid_x < 1u << 31, INVALID_VALUE);
     REQUIRE(grid_y < 1u << 16 && grid_z < 1u << 16, INVALID_VALUE);
     REQUIRE(static_cast<int>(shared) <= function->max_dynamic_shared, INVALID_VALUE);
-    const StandinKernel *kernel = function->kernel;
-    const char *first = static_cast<const char *>(arguments[0]);
-    std::string parameters(first, kernel->parameter_bytes);
-    give(*stream, {[=] {
-                       kernel->run(parameters.data(), grid_x, grid_y, grid_z, block_x, shared);
+    REQUIRE(grid_y == 1 && grid_z == 1, INVALID_VALUE);  // all that the simulator knows
+    const Kernel *kernel = function->kernel;
+    Simulated simulated = function->simulated;
+    std::string parameters(static_cast<const char *>(arguments[0]), kernel->parameter_bytes);
+    give(*stream, {[=, &all] {
+                       void *pointer = const_cast<char *>(parameters.data());
+                       if (!simulated.launch(kernel->name, grid_x, block_x, shared, &pointer)) return;
+                       std::fprintf(stderr, "%s: %s\n", kernel->name, simulated.error());
+                       all.failed = LAUNCH_FAILED;
                    },
                    {}, true});
     return SUCCESS;
@@ -607,14 +654,14 @@ int cuStreamSynchronize(void *handle) {
     Stream *stream = stream_of(all, context, handle);
     REQUIRE(stream, INVALID_HANDLE);
     run_until(*stream, stream->issued);
-    return SUCCESS;
+    return failure_so_far(all);
 }
 
 int cuStreamQuery(void *handle) {
     ENTER_CONTEXT;
     Stream *stream = stream_of(all, context, handle);
     REQUIRE(stream, INVALID_HANDLE);
-    if (stream->done == stream->issued) return SUCCESS;
+    if (stream->done == stream->issued) return failure_so_far(all);
     run_until(*stream, stream->done + 1);
     return NOT_READY;
 }
@@ -680,7 +727,7 @@ int cuEventSynchronize(void *handle) {
     REQUIRE(is_live(all.events, handle), INVALID_HANDLE);
     Event *event = static_cast<Event *>(handle);
     if (event->stream) run_until(*event->stream, event->position);
-    return SUCCESS;
+    return failure_so_far(all);
 }
 
 int cuEventElapsedTime(float *milliseconds, void *from, void *to) {

@@ -26,6 +26,10 @@ class DriverError(KernelError, RuntimeError):
         self.call, self.code, self.name, self.text = call, code, name, text
 
 
+class CompileError(KernelError, RuntimeError):
+    """The compiler refused a kernel; the message ends with its log."""
+
+
 def require(condition: object, message: str) -> None:
     """Check an argument. Raises InvalidInput when the condition is false."""
     if not condition:

@@ -1,0 +1,95 @@
+"""The CUDA backend: runs a checked call on the device of its tensors, on the present stream.
+
+Where a device reads ordinary host memory as its own, CPU tensors run as well, and the call waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import torch
+
+from tierkv_kernels.call import Call
+from tierkv_kernels.cuda import bindings, variants
+from tierkv_kernels.cuda.cache import KernelCache
+from tierkv_kernels.cuda.device import KernelDevice
+from tierkv_kernels.cuda.driver import Driver
+from tierkv_kernels.cuda.geometry import THREADS, Geometry
+from tierkv_kernels.cuda.images import Images
+from tierkv_kernels.cuda.launches import PlanLaunches
+from tierkv_kernels.cuda.limits import check_limits
+from tierkv_kernels.cuda.nvrtc import Nvrtc
+from tierkv_kernels.errors import InvalidInput
+
+DEFAULT_STREAM = 0
+
+
+class CudaBackend:
+    """The devices of a driver, each taken up when a call first needs it."""
+
+    def __init__(self, driver: Driver, images: Images) -> None:
+        self._driver, self._images = driver, images
+        self._devices: dict[int, KernelDevice] = {}
+        self._taking_up = threading.Lock()
+
+    def run(self, call: Call) -> None:
+        """Launch what fills ``call.out`` and ``call.lse``.
+
+        Raises InvalidInput before any launch; CompileError, DriverError.
+        """
+        check_limits(call)
+        on_cpu = call.q.device.type == "cpu"
+        device = self._device_of_cpu_tensors() if on_cpu else self._device(call.q.device.index)
+        stream = DEFAULT_STREAM if on_cpu else torch.cuda.current_stream(call.q.device).cuda_stream
+        launches = _launches(call, device, stream)
+        if device.context.is_current():
+            launches.run(call, stream)
+        else:
+            with device.context:
+                launches.run(call, stream)
+        if on_cpu:
+            device.synchronize(stream)
+
+    def num_workers(self, device: torch.device, head_dim: int, *, kv_bytes: int = 2) -> int:
+        """What ``plan`` wants as ``num_workers`` for decode on that device."""
+        geometry = Geometry(head_dim, kv_bytes, row_warps=1)
+        variant = variants.attention(
+            bf16=True, kv_fp8=kv_bytes == 1, head_dim=head_dim, row_warps=1
+        )
+        return self._device(device.index or 0).resident_blocks(
+            variant, THREADS, geometry.shared_bytes
+        )
+
+    def close(self) -> None:
+        """Give the devices back; nothing may run on them any more."""
+        for device in self._devices.values():
+            device.close()
+        self._devices.clear()
+
+    def _device(self, ordinal: int) -> KernelDevice:
+        with self._taking_up:
+            if ordinal not in self._devices:
+                self._devices[ordinal] = KernelDevice(self._driver, ordinal, self._images)
+            return self._devices[ordinal]
+
+    def _device_of_cpu_tensors(self) -> KernelDevice:
+        device = self._device(0)
+        if not device.device.attribute(bindings.PAGEABLE_MEMORY_ACCESS):
+            raise InvalidInput('q: got device cpu, want cuda for backend="cuda"')
+        return device
+
+
+@functools.cache
+def cuda_backend() -> CudaBackend:
+    """That of this process, over the system's driver. Raises BackendUnavailable."""
+    return CudaBackend(Driver(), Images(Nvrtc.find(), KernelCache()))
+
+
+def _launches(call: Call, device: KernelDevice, stream: int) -> PlanLaunches:
+    kept: dict[object, PlanLaunches] = call.plan.scratch.setdefault("cuda", {})
+    key = (device, stream, call.q.dtype, call.k_cache.dtype)
+    launches = kept.get(key)
+    if launches is None:
+        launches = kept[key] = PlanLaunches(call, device)
+    return launches

@@ -1,0 +1,159 @@
+"""The launches of a plan: its records on the device, room for partial states, and parameters.
+
+They are made once per plan and used for each layer, so that a call fills in addresses and
+strides and no more.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tierkv_kernels.call import FP8, Call
+from tierkv_kernels.cuda import variants
+from tierkv_kernels.cuda.device import KernelDevice
+from tierkv_kernels.cuda.driver import arguments_of
+from tierkv_kernels.cuda.geometry import THREADS, Geometry, row_warps
+from tierkv_kernels.cuda.params import AttentionParams, MergeParams
+from tierkv_kernels.errors import require
+from tierkv_kernels.work import Plan
+
+GRID_MAX = 2**31 - 1
+
+
+class PlanLaunches:
+    """All launches of a plan for tensors of the call's dtypes, device and stream.
+
+    What it keeps may be used on that stream alone.
+    """
+
+    def __init__(self, call: Call, device: KernelDevice) -> None:
+        """Compiles and loads what is missing. Raises InvalidInput, CompileError, DriverError."""
+        plan, q = call.plan, call.q
+        partial_shape = (plan.num_partials, *q.shape[1:])
+        self._partial_out = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
+        self._partial_lse = self._partial_out.new_empty(partial_shape[:2])
+        self._attention = [
+            _AttentionLaunch(call, device, warps, records, self._partial_out, self._partial_lse)
+            for warps, records in _by_row_warps(plan)
+        ]
+        self._merge = None
+        if plan.num_partials:
+            self._merge = _MergeLaunch(call, device, self._partial_out, self._partial_lse)
+
+    def run(self, call: Call, stream: int) -> None:
+        """stream: the handle. The context must be current. Raises DriverError."""
+        for launch in self._attention:
+            launch.run(call, stream)
+        if self._merge:
+            self._merge.run(call, stream)
+
+
+def _by_row_warps(plan: Plan) -> list[tuple[int, npt.NDArray[np.void]]]:
+    """The records for each kind of kernel; padding is left out."""
+    records = plan.records[plan.records["n_tok"] > 0]
+    rows = records["n_tok"].astype(np.int64) * (plan.num_q_heads // plan.num_kv_heads)
+    warps = np.array([row_warps(count, plan.head_dim) for count in rows.tolist()], np.int64)
+    return [(int(kind), records[warps == kind]) for kind in np.unique(warps)]
+
+
+def _on_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    return torch.from_numpy(array.view(np.int32).copy()).to(device)
+
+
+class _AttentionLaunch:
+    def __init__(
+        self,
+        call: Call,
+        device: KernelDevice,
+        warps: int,
+        records: npt.NDArray[np.void],
+        partial_out: Tensor,
+        partial_lse: Tensor,
+    ) -> None:
+        plan = call.plan
+        geometry = Geometry(plan.head_dim, call.k_cache.element_size(), warps)
+        group = plan.num_q_heads // plan.num_kv_heads
+        row_tiles = -(-int(records["n_tok"].max()) * group // geometry.rows)
+        blocks = len(records) * plan.num_kv_heads * row_tiles
+        require(blocks <= GRID_MAX, f"plan: got {blocks} pieces of work, want at most {GRID_MAX}")
+        self._records = _on_device(records, call.q.device)
+        self._grid = (blocks, 1, 1)
+        self._shared_bytes = geometry.shared_bytes
+        self._function = device.function(
+            variants.attention(
+                bf16=call.q.dtype == torch.bfloat16,
+                kv_fp8=call.k_cache.dtype == FP8,
+                head_dim=plan.head_dim,
+                row_warps=warps,
+            ),
+            geometry.shared_bytes,
+        )
+        self._params = AttentionParams(
+            records=self._records.data_ptr(),
+            partial_out=partial_out.data_ptr(),
+            partial_lse=partial_lse.data_ptr(),
+            num_records=len(records),
+            num_q_heads=plan.num_q_heads,
+            num_kv_heads=plan.num_kv_heads,
+            block_size=plan.block_size,
+            row_tiles=row_tiles,
+            causal=plan.causal,
+            window=plan.window,
+        )
+        self._arguments = arguments_of(self._params)
+
+    def run(self, call: Call, stream: int) -> None:
+        params = self._params
+        params.q = call.q.data_ptr()
+        params.k_cache = call.k_cache.data_ptr()
+        params.v_cache = call.v_cache.data_ptr()
+        params.block_table = call.block_table.data_ptr()
+        params.out = call.out.data_ptr()
+        params.lse = 0 if call.lse is None else call.lse.data_ptr()
+        params.q_token_stride, params.q_head_stride, _ = call.q.stride()
+        params.k_block_stride, params.k_token_stride, params.k_head_stride, _ = (
+            call.k_cache.stride()
+        )
+        params.v_block_stride, params.v_token_stride, params.v_head_stride, _ = (
+            call.v_cache.stride()
+        )
+        params.table_row_stride = call.block_table.stride(0)
+        params.out_token_stride, params.out_head_stride, _ = call.out.stride()
+        params.score_scale = call.score_scale
+        params.softcap = call.softcap
+        params.v_scale = call.v_scale
+        self._function.launch(self._grid, THREADS, self._shared_bytes, stream, self._arguments)
+
+
+class _MergeLaunch:
+    def __init__(
+        self, call: Call, device: KernelDevice, partial_out: Tensor, partial_lse: Tensor
+    ) -> None:
+        plan = call.plan
+        arrays = (plan.merge_tokens, plan.merge_indptr, plan.merge_rows)
+        self._lists = [_on_device(array, call.q.device) for array in arrays]
+        tokens, indptr, rows = (tensor.data_ptr() for tensor in self._lists)
+        self._grid = (len(plan.merge_tokens) * plan.num_q_heads, 1, 1)
+        self._function = device.function(
+            variants.merge(bf16=call.q.dtype == torch.bfloat16, head_dim=plan.head_dim)
+        )
+        self._params = MergeParams(
+            partial_out=partial_out.data_ptr(),
+            partial_lse=partial_lse.data_ptr(),
+            merge_tokens=tokens,
+            merge_indptr=indptr,
+            merge_rows=rows,
+            num_tokens=len(plan.merge_tokens),
+            num_q_heads=plan.num_q_heads,
+        )
+        self._arguments = arguments_of(self._params)
+
+    def run(self, call: Call, stream: int) -> None:
+        params = self._params
+        params.out = call.out.data_ptr()
+        params.lse = 0 if call.lse is None else call.lse.data_ptr()
+        params.out_token_stride, params.out_head_stride, _ = call.out.stride()
+        self._function.launch(self._grid, THREADS, 0, stream, self._arguments)

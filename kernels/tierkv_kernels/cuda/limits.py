@@ -1,0 +1,51 @@
+"""What the CUDA kernel asks of a call beyond what every backend does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tierkv_kernels.call import Call
+from tierkv_kernels.errors import InvalidInput
+
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIM_STEP = 16
+HEAD_DIM_MAX = 256
+ROW_BYTES = 16
+"""Rows of head_dim elements begin at multiples of it: that much is copied at once."""
+
+
+def check_limits(call: Call) -> None:
+    """Raises InvalidInput, which names the argument."""
+    if call.q.dtype not in DTYPES:
+        raise InvalidInput(f"q: got {call.q.dtype}, the CUDA kernel wants float16 or bfloat16")
+    head_dim = call.q.shape[2]
+    if head_dim % HEAD_DIM_STEP or head_dim > HEAD_DIM_MAX:
+        raise InvalidInput(
+            f"q: got head_dim {head_dim}, the CUDA kernel wants a multiple of {HEAD_DIM_STEP} "
+            f"up to {HEAD_DIM_MAX}"
+        )
+    _check_rows("q", call.q)
+    _check_rows("k_cache", call.k_cache)
+    _check_rows("v_cache", call.v_cache)
+    _check_rows("out", call.out)
+    if call.block_table.stride(-1) != 1 and call.block_table.shape[-1] > 1:
+        raise InvalidInput(
+            f"block_table: got strides {call.block_table.stride()}, "
+            "the CUDA kernel wants a contiguous last dimension"
+        )
+
+
+def _check_rows(name: str, tensor: Tensor) -> None:
+    if tensor.data_ptr() % ROW_BYTES:
+        raise InvalidInput(
+            f"{name}: got address {tensor.data_ptr():#x}, "
+            f"the CUDA kernel wants a multiple of {ROW_BYTES}"
+        )
+    size = tensor.element_size()
+    for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+        if length > 1 and stride * size % ROW_BYTES:
+            raise InvalidInput(
+                f"{name}: got strides {tensor.stride()} of {size} bytes, "
+                f"the CUDA kernel wants rows at multiples of {ROW_BYTES} bytes"
+            )
