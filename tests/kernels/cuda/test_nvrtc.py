@@ -96,7 +96,7 @@ def test_that_of_a_cuda_build_of_torch_comes_first(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_asked_for_is_not_replaced() -> None:
-    with pytest.raises(BackendUnavailable, match="cannot load NVRTC: /nowhere.so"):
+    with pytest.raises(BackendUnavailable, match=r"cannot load NVRTC: /nowhere\.so"):
         Nvrtc.find({VARIABLE: "/nowhere.so"})
     with pytest.raises(BackendUnavailable, match=r"is no NVRTC, .* lacks nvrtcVersion"):
         Nvrtc.find({VARIABLE: ctypes.util.find_library("c") or ""})
