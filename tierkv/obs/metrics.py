@@ -33,7 +33,8 @@ class Metrics:
     Count on ``counters``; observe seconds on the histograms, on the event loop:
     ``block_alloc_duration["ok"]`` (or "exhausted"), ``transfer_duration["device", "host"]``,
     ``rpc_duration["acquire"]``, ``wal_fsync_duration``, ``checkpoint_duration``, ``loop_turn``,
-    ``loop_delay``, ``gc_pause``. ``snapshot`` is called at each scrape.
+    ``loop_delay``, ``gc_pause``, ``attend_wait``. ``attend_batch`` counts requests. ``snapshot`` is
+    called at each scrape.
 
     Switches off the creation timestamps of prometheus_client, which they only offer for the whole
     process: they double the number of series and say nothing that the process' start does not.
@@ -56,6 +57,8 @@ class Metrics:
         self.loop_turn = self._only("tierkv_loop_turn_seconds")
         self.loop_delay = self._only("tierkv_loop_delay_seconds")
         self.gc_pause = self._only("tierkv_gc_pause_seconds")
+        self.attend_batch = self._only("tierkv_attend_batch_requests")
+        self.attend_wait = self._only("tierkv_attend_wait_seconds")
         self.registry.register(_AtScrape(snapshot, self.counters, self._histograms))
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)

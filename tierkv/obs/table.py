@@ -25,7 +25,7 @@ class Type(Enum):
 class Declared(NamedTuple):
     """One metric. ``read`` yields (label values, value) at scrape time.
 
-    A histogram has ``buckets`` (upper bounds, seconds) instead, and is observed.
+    A histogram has ``buckets`` (upper bounds) instead, and is observed.
     """
 
     name: str
@@ -105,6 +105,9 @@ FSYNC_BUCKETS_S = (*_decades(-4, 0), 2.0, 5.0)
 """0.1 ms (a drive with power-loss protection) to 5 s (one that is dying)."""
 
 CHECKPOINT_BUCKETS_S = _decades(-3, 2)
+
+BATCH_BUCKETS = tuple(float(1 << power) for power in range(9))
+"""1 (nobody else asked) to 256 (as many connections as there may be by default)."""
 
 _BRIEF = (
     Declared(
@@ -361,6 +364,20 @@ _SERVICE = (
         "Time from a request's last byte to its reply's first.",
         "What the daemon adds to a worker's latency.",
         ("verb",),
+        buckets=RPC_BUCKETS_S,
+    ),
+    Declared(
+        "tierkv_attend_batch_requests",
+        Type.HISTOGRAM,
+        "Requests for attention that were computed together.",
+        "1: workers ask one after another. More: they share the daemon's cores well.",
+        buckets=BATCH_BUCKETS,
+    ),
+    Declared(
+        "tierkv_attend_wait_seconds",
+        Type.HISTOGRAM,
+        "Time from a request for attention to when it began to be computed.",
+        "Long: the cores are busy with others' requests; compute some of them in the workers.",
         buckets=RPC_BUCKETS_S,
     ),
     Declared(

@@ -40,6 +40,9 @@ class Hooks(Protocol):
     def moved(self, move: Move, seconds: float) -> None:
         """A move was carried out."""
 
+    def attended(self, waited_s: list[float]) -> None:
+        """A round of attention begins, with requests that waited so long."""
+
     def log_died(self, error: Exception) -> None:
         """The log failed: the process must end."""
 
@@ -79,7 +82,7 @@ class Parts:
     async def close(self) -> None:
         """End all threads; the log is written and synced."""
         await self.engine.close()
-        self.attention.close()
+        await self.attention.close()
         self.prefault.close()
         self.checkpointer.close()
         self.journal.close()
@@ -128,6 +131,8 @@ def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Ho
     )
     checkpointer.on_done = hooks.checkpointed
     namespaces = Namespaces(planner, arenas, recovered.disk, recovered.specs)
+    attention = Attention(planner, namespaces, arenas, config.attend.threads)
+    attention.on_round = hooks.attended
     return Parts(
         journal=journal,
         planner=planner,
@@ -135,7 +140,7 @@ def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Ho
         checkpointer=checkpointer,
         leases=Leases(planner, config.server.grace_s),
         namespaces=namespaces,
-        attention=Attention(planner, namespaces, arenas, config.attend.threads),
+        attention=attention,
         prefault=Prefault(state, arenas, ahead=config.arena.prefault == "on"),
         arenas=arenas,
         disk=recovered.disk,

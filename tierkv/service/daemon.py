@@ -283,6 +283,12 @@ class _Daemon:
         """See assembly.Hooks."""
         self._metrics.transfer_duration[move.source.label, move.target.label].observe(seconds)
 
+    def attended(self, waited_s: list[float]) -> None:
+        """See assembly.Hooks."""
+        self._metrics.attend_batch.observe(len(waited_s))
+        for seconds in waited_s:
+            self._metrics.attend_wait.observe(seconds)
+
     def log_died(self, error: Exception) -> None:
         """See assembly.Hooks."""
         if not isinstance(error, OSError | WalError):

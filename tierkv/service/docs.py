@@ -21,6 +21,7 @@ from tierkv.core import docs as core
 from tierkv.core.docs import first_sentence, table
 from tierkv.core.placement import MOVE_BLOCKS, MOVE_BYTES
 from tierkv.rpc.listener import BACKLOG
+from tierkv.service.attend_queue import ROUND_ROWS_MAX, TABLE_ENTRIES_MAX
 from tierkv.service.checkpoint import DIRTY_ROWS_MAX
 from tierkv.service.engine import JOBS_IN_FLIGHT
 from tierkv.service.lifecycle import TRANSITIONS
@@ -80,6 +81,16 @@ def limits() -> str:
                 "query and result of one `attend`",
                 format_bytes(SCRATCH_BYTES),
                 "the client raises `limit_exceeded`",
+            ),
+            (
+                "query rows of several `attend` computed together",
+                str(ROUND_ROWS_MAX),
+                "the rest waits for the next round; a longer one is computed alone",
+            ),
+            (
+                "sequences of one `attend`, times the blocks of the longest",
+                str(TABLE_ENTRIES_MAX),
+                "`limit_exceeded`",
             ),
             ("blocks of one move", f"{MOVE_BLOCKS}, and {MOVE_BYTES >> 20} MiB", "several moves"),
             ("jobs at a lane, per thread", str(JOBS_IN_FLIGHT), "the flow waits"),

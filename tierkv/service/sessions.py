@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol, get_args
 
@@ -24,12 +23,9 @@ from tierkv.rpc import messages as m
 from tierkv.rpc.connection import Connection
 from tierkv.rpc.wire import failure
 from tierkv.service.assembly import Parts
-from tierkv.service.attend import compute
 from tierkv.service.journal import Journal
 from tierkv.service.lifecycle import Lifecycle
 from tierkv.tiers.entry import split_hashes
-
-log = logging.getLogger(__name__)
 
 LASTING = (m.Seal, m.Store, m.Flush)
 """What is promised by the reply to these is on disk. Any other is about memory, or a lease on it:
@@ -209,8 +205,9 @@ class Sessions:
     def disconnected(self, connection: Connection) -> None:
         """See RequestHandler."""
         session = self._sessions.pop(connection)
+        self._attention.drop(connection)
         if session.lease:
-            self._leases.end(session.lease, connection)
+            self._engine.start(self._end_lease(session.lease, connection), _unheard)
 
     def request(self, connection: Connection, request_id: int, message: m.Request) -> None:
         """See RequestHandler."""
@@ -218,7 +215,10 @@ class Sessions:
         call = Call(self._observer, self._engine.journal, connection, request_id, message)
         flow = self._flows.get(type(message))
         if flow is not None:
-            self._engine.start(flow(session, message), call.done)
+            carried_out = flow(session, message)
+            if self._attention.reading and (sequences := _let_go(message)):
+                carried_out = self._after_attention(session.lease, sequences, carried_out)
+            self._engine.start(carried_out, call.done)
         elif isinstance(message, m.Hello):
             self._engine.start(self._hello(session, connection, message), call.done)
         elif isinstance(message, m.Attend):
@@ -426,24 +426,21 @@ class Sessions:
             self._check_open(session, message.namespace)
             if session.scratch is None:
                 session.scratch = mmap.mmap(connection.scratch_fd, connection.scratch_bytes)
-            job = self._attention.prepare(session.lease, message, session.scratch)
+            self._attention.start(connection, session.lease, message, session.scratch, done)
         except TierkvError as error:
             done(error)
-            return
 
-        async def attend() -> None:
-            loop = asyncio.get_running_loop()
-            try:
-                await loop.run_in_executor(self._attention.threads, compute, job)
-            except (ValueError, TypeError, RuntimeError) as error:
-                done(InvalidArgument(f"attend: {error}"))
-            except Exception as error:  # it touches no state, so only this request fails
-                log.exception("attend failed")
-                done(TierkvError(f"attend: {error!r}"))
-            else:
-                done(m.Done())
+    def _after_attention(
+        self, lease: int, sequences: Collection[int], flow: Flow[m.Message]
+    ) -> Flow[m.Message]:
+        """A verb that may let go of blocks: not while attention reads them."""
+        yield from self._attention.finished(lease, sequences)
+        return (yield from flow)
 
-        self._in_background(attend())
+    def _end_lease(self, lease: int, connection: Connection) -> Flow[None]:
+        """The same for all that a lease holds, once its worker has gone."""
+        yield from self._attention.finished(lease)
+        self._leases.end(lease, connection)
 
     async def _flush(self, done: Callable[[m.Message | TierkvError], None]) -> None:
         try:
@@ -491,6 +488,19 @@ class Sessions:
                 f"{spec.vocab_size} ids"
             )
         return Chain(hi, lo, ids, _extras(extras, len(hi)))
+
+
+def _let_go(message: m.Message) -> Collection[int]:
+    """The sequences of which a verb may give blocks away, or replace them by others."""
+    if isinstance(message, m.Release):
+        return message.sequences
+    if isinstance(message, m.Acquire | m.Reserve | m.Seal | m.Truncate | m.Suspend):
+        return (message.sequence,)
+    return (message.stock,) if isinstance(message, m.Store) else ()
+
+
+def _unheard(_result: object) -> None:
+    """Nobody waits for the answer."""
 
 
 def _extras(blob: bytes, count: int) -> U64:
