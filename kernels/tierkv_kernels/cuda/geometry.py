@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 THREADS = 128
 ROWS_PER_WARP = 16
-PADDING_BYTES = 16
-"""What each row in shared memory is longer than its data, so that no two rows meet in a bank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +22,12 @@ class Geometry:
         return ROWS_PER_WARP * self.row_warps
 
     @property
+    def key_warps(self) -> int:
+        """Warps with the same rows and keys of their own."""
+        dim_warps = 2 if self.head_dim > 128 else 1
+        return THREADS // 32 // (self.row_warps * dim_warps)
+
+    @property
     def tile_tokens(self) -> int:
         """Keys that are fetched at once."""
         return 64 if self.head_dim <= 128 else 32
@@ -36,10 +40,16 @@ class Geometry:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a thread block."""
-        queries = self.rows * (2 * self.head_dim + PADDING_BYTES)
+        queries = self.rows * _padded(2 * self.head_dim)
         addresses = 2 * 2 * 8 * self.tile_tokens
-        tile = 2 * self.tile_tokens * (self.kv_bytes * self.head_dim + PADDING_BYTES)
-        return queries + addresses + self.stages * tile
+        tile = 2 * self.tile_tokens * _padded(self.kv_bytes * self.head_dim)
+        outputs = self.rows * self.key_warps * (8 + 4 * (self.head_dim + 8))
+        return queries + addresses + max(self.stages * tile, outputs)
+
+
+def _padded(row_bytes: int) -> int:
+    """An odd number of 16 bytes, so that no two of eight rows meet in a bank."""
+    return row_bytes if row_bytes // 16 % 2 else row_bytes + 16
 
 
 def row_warps(rows: int, head_dim: int) -> int:
