@@ -395,7 +395,7 @@ std::string describe_deadlock() {
   for (std::size_t i = 0; i < machine.threads.size(); ++i) {
     const Thread &thread = machine.threads[i];
     if (thread.state == State::done) continue;
-    const char *what = "block_sync";
+    const char *what = "a barrier";
     if (thread.state == State::waits_for_warp) {
       what = NAMES[static_cast<int>(machine.warps[i / LANES].operation)];
     }

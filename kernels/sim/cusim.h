@@ -18,7 +18,7 @@
   static const cusim::Kernel cusim_##name(                                          \
       #name, threads,                                                               \
       [](const void *argument) { name(*static_cast<const Params *>(argument)); }); \
-  static void name(const Params params)
+  static void name([[maybe_unused]] const Params params)
 
 namespace cusim {
 

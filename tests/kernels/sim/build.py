@@ -44,20 +44,31 @@ def library(
     sources: Path = SOURCES,
 ) -> Path:
     """The variant's library, compiled if need be. macros: as -D options."""
+    given = [option.replace("--define-macro=", "-D") for option in options_of(variant)]
+    return library_of(
+        sources / FILE_OF[variant.kernel],
+        options=options,
+        macros=(*given, *macros),
+        sources=sources,
+    )
+
+
+def library_of(
+    kernel: Path,
+    *,
+    options: Sequence[str] = FAST,
+    macros: Sequence[str] = (),
+    sources: Path = SOURCES,
+) -> Path:
+    """The library of a file of kernels."""
     flags = (*FLAGS, *options, f"-I{sources}", f"-I{SIMULATOR}")
-    macros = [*(_short(option) for option in options_of(variant)), *macros]
-    objects = [_compiled(SIMULATOR / name, flags) for name in ("cusim.cc", "numbers.cc")]
-    kernel = sources / FILE_OF[variant.kernel]
-    objects.append(_compiled(kernel, (*flags, *KERNEL_FLAGS, *macros)))
+    objects = [_compiled(SIMULATOR / name, flags, sources) for name in ("cusim.cc", "numbers.cc")]
+    objects.append(_compiled(kernel, (*flags, *KERNEL_FLAGS, *macros), sources))
     return _made("so", ["-shared", *options, *map(str, objects)], objects)
 
 
-def _short(option: str) -> str:
-    return option.replace("--define-macro=", "-D")
-
-
-def _compiled(source: Path, flags: Sequence[str]) -> Path:
-    headers = [*source.parent.glob("*.*h"), *SOURCES.glob("*.*h"), *SIMULATOR.glob("*.h")]
+def _compiled(source: Path, flags: Sequence[str], sources: Path) -> Path:
+    headers = sorted([*sources.glob("*.*h"), *SIMULATOR.glob("*.h")])
     return _made("o", [*flags, "-x", "c++", "-c", str(source)], [source, *headers])
 
 

@@ -38,7 +38,7 @@ static_assert(DIM % 16 == 0 && OWN_GROUPS * DIM_WARPS == GROUPS, "rows are whole
 // values of a tile. A row is an odd number of 16 bytes long, so that eight rows below each other lie in
 // different banks. In the end the outputs of the warps take the place of the stages. How much that is
 // in all, geometry.py says.
-constexpr int padded(int bytes) { return bytes / 16 % 2 ? bytes : bytes + 16; }
+TKV_DEVICE constexpr int padded(int bytes) { return bytes / 16 % 2 ? bytes : bytes + 16; }
 constexpr int QUERY_ROW = padded(2 * DIM);
 constexpr int KV_ROW = padded(KV_BYTES * DIM);
 constexpr int ADDRESSES = ROWS * QUERY_ROW;
@@ -524,6 +524,7 @@ TKV_KERNEL(paged_attention, AttentionParams, THREADS, DIM > 128 ? 2 : 3) {
   }
   dev::copy_wait<0>();
   dev::block_sync();
-  gather_outputs(params, work, shared, place, output);
-  write_outputs(params, work, shared);
+  const Work again = find_work(params);  // read again, as all registers were needed for other things
+  gather_outputs(params, again, shared, place, output);
+  write_outputs(params, again, shared);
 }
