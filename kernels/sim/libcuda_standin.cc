@@ -317,6 +317,14 @@ bool is_registered(State &all, Address at, size_t n) {
     return false;
 }
 
+// Whether a part of the memory is registered and another is not, or not together.
+bool is_half_registered(State &all, Address at, size_t n) {
+    if (is_registered(all, at, n)) return false;
+    for (auto &[begin, size] : all.registered)
+        if (Range{begin, size}.overlaps({at, n})) return true;
+    return false;
+}
+
 Address address_of(const void *pointer) { return reinterpret_cast<Address>(pointer); }
 
 void *pointer_to(Address address) { return reinterpret_cast<void *>(address); }
@@ -769,6 +777,7 @@ int cuMemcpyHtoDAsync_v2(Address target, const void *source, size_t n, void *han
     Stream *stream = stream_of(all, context, handle);
     REQUIRE(stream, INVALID_HANDLE);
     REQUIRE(is_device_memory(all, target, n), INVALID_VALUE);
+    REQUIRE(!is_half_registered(all, address_of(source), n), INVALID_VALUE);
     if (is_registered(all, address_of(source), n)) {
         give(*stream, copy_work(target, address_of(source), n));
         return SUCCESS;
@@ -783,6 +792,7 @@ int cuMemcpyDtoHAsync_v2(void *target, Address source, size_t n, void *handle) {
     Stream *stream = stream_of(all, context, handle);
     REQUIRE(stream, INVALID_HANDLE);
     REQUIRE(is_device_memory(all, source, n), INVALID_VALUE);
+    REQUIRE(!is_half_registered(all, address_of(target), n), INVALID_VALUE);
     give(*stream, copy_work(address_of(target), source, n));
     if (!is_registered(all, address_of(target), n)) run_until(*stream, stream->issued);
     return SUCCESS;

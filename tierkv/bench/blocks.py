@@ -132,7 +132,8 @@ class HeldSlots:
         np.take(self._slots(), self._next().block_table, 0, out=out, mode="clip")
 
     def _slots(self) -> U8:
-        return self._namespace.pool[:, : self._payload.shape[1]]
+        pool: U8 = self._namespace.pool
+        return pool[:, : self._payload.shape[1]]
 
     def _next(self) -> Held:
         self._at = (self._at + 1) % len(self._sequences)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from tierkv_kernels.errors import KernelError
 
 from tierkv.client.populate import Populator
 from tierkv.config.paths import SYSTEM_SOCKET, own_socket, own_state_dir
@@ -25,6 +26,7 @@ from tierkv.errors import (
     VersionMismatch,
     error_from_wire,
 )
+from tierkv.gpu import Gpu, GpuMemory
 from tierkv.pages import ask_for_huge_pages
 from tierkv.rpc.messages import PROTOCOL_VERSION, Failure, Greeting
 from tierkv.rpc.wire import FrameDecoder, decode_opening
@@ -72,7 +74,7 @@ def map_shared(fd: int, size_bytes: int, offset: int = 0, *, writable: bool = Tr
 
 @dataclass(eq=False)
 class MappedArena:
-    """The device arena as this process maps it. ``data`` is u8 [arena_bytes].
+    """The device arena as this process maps it: ``data`` (u8 [arena_bytes]), or on a ``gpu``.
 
     ``table_fd``: its own descriptor of the arena's table file. ``populator`` maps parts of the
     data in the background, if that is wanted.
@@ -82,6 +84,7 @@ class MappedArena:
     data: U8
     table_fd: int
     populator: Populator | None = None
+    gpu: GpuMemory | None = None
 
     def __post_init__(self) -> None:
         self._close_table = weakref.finalize(self, os.close, self.table_fd)
@@ -89,12 +92,20 @@ class MappedArena:
 
     @classmethod
     def map(cls, greeting: Greeting, fd: int, table_fd: int, *, populate: bool) -> MappedArena:
-        """Map what the daemon greets with. Raises ProtocolError."""
+        """Map what the daemon greets with. Raises ProtocolError, Unavailable."""
+        if greeting.gpu:
+            gpu = _map_gpu(greeting, fd)
+            return cls(greeting.arena, np.empty(0, np.uint8), os.dup(table_fd), gpu=gpu)
         data = map_shared(fd, greeting.arena_bytes)
         # For pages that the worker is the first to write: the kernel looks at the writer's mapping.
         ask_for_huge_pages(data)
         populator = Populator(fd, data) if populate else None
         return cls(greeting.arena, data, os.dup(table_fd), populator)
+
+    @property
+    def size_bytes(self) -> int:
+        """How much is mapped for slots."""
+        return len(self.data) if self.gpu is None else self.gpu.size_bytes
 
     def map_table(self, offset: int, size_bytes: int) -> U8:
         """A part of the table file (u8 [size_bytes]), for reading. Raises ProtocolError."""
@@ -112,6 +123,15 @@ class MappedArena:
         self._close_table()
         if self.populator is not None:
             self.populator.stop()
+
+
+def _map_gpu(greeting: Greeting, fd: int) -> GpuMemory:
+    try:
+        return GpuMemory.attach(Gpu.find(greeting.gpu), fd, greeting.arena_bytes)
+    except KernelError as error:
+        raise Unavailable(
+            f"the daemon's device tier is memory of a GPU that cannot be mapped here: {error}"
+        ) from error
 
 
 @dataclass

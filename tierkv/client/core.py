@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from tierkv.client.attach import MappedArena
 from tierkv.core.ids import U8
 from tierkv.errors import InvalidArgument, ProtocolError
+from tierkv.gpu import GpuFailed
 from tierkv.native.loops import loops
 from tierkv.rpc.messages import (
     PROTOCOL_VERSION,
@@ -183,7 +184,7 @@ class ClientCore:
 
     def end(self, sequences: Iterable[SequenceCore]) -> list[SequenceCore]:
         """Forget sequences here, at once and for good; those the daemon must still release."""
-        ending = []
+        ending: list[SequenceCore] = []
         for sequence in sequences:
             if sequence.client is not self:
                 raise InvalidArgument(f"sequence {sequence.number} belongs to another client")
@@ -193,6 +194,10 @@ class ClientCore:
                 if self.sequences.pop(sequence.number, None) is not None:
                     self.orphans.add(sequence.number)
                     ending.append(sequence)
+        for memory in {id(ended.namespace): ended.namespace.memory for ended in ending}.values():
+            # A GPU that has failed writes no more.
+            with suppress(GpuFailed):
+                memory.settle()
         return ending
 
     def release_orphans(self) -> Steps[None]:

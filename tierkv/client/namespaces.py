@@ -10,6 +10,7 @@ import numpy as np
 from tierkv.client.attach import MappedArena
 from tierkv.client.copying import rows_of
 from tierkv.client.core import ClientCore, Steps, expect
+from tierkv.client.memory import GpuPool, HostPool, PoolMemory
 from tierkv.client.sequences import (
     ExtraKeys,
     FoundPrefix,
@@ -21,9 +22,10 @@ from tierkv.client.stock import Piece, Stock
 from tierkv.client.tokens import TokenIds, token_array
 from tierkv.client.uses import Uses
 from tierkv.core.ids import U8, U32, U64
-from tierkv.core.prefix import extra_digests
+from tierkv.core.prefix import HASH_BYTES, extra_digests
 from tierkv.core.spec import DTYPE_BYTES, KVSpec
 from tierkv.errors import InvalidArgument, InvariantViolation, LimitExceeded, ProtocolError
+from tierkv.gpu import GpuRows
 from tierkv.native.directory import PLACE_BYTES, PLACES
 from tierkv.native.reading import Readable
 from tierkv.rpc.messages import (
@@ -42,6 +44,8 @@ from tierkv.rpc.messages import (
 )
 
 SCRATCH_ALIGN = 64
+SUM_AT = 32
+"""Where an entry has the payload's checksum, see ``tiers.entry``."""
 NO_EXTRAS: U64 = np.empty(0, np.uint64)
 
 
@@ -74,21 +78,17 @@ class Reading(NamedTuple):
 
 
 class NamespaceCore:
-    """``pool`` is the namespace's part of the arena: u8 [slots, slot stride], shared, writable.
-
-    It is another array after the arena was mapped anew.
-    """
+    """``memory``: the namespace's part of the arena, another one after that was mapped anew."""
 
     def __init__(self, client: ClientCore, spec: KVSpec) -> None:
         self.client = client
         self.spec = spec
         self.digest = spec.digest
         self.id = 0
-        self.pool: U8 = np.empty((0, 0), np.uint8)
-        self.payload: U8 = self.pool
-        """The slots without their padding: u8 [slots, block_bytes]."""
+        self.memory: PoolMemory
         self.uses = Uses()
-        self._readable: Readable
+        self._entries: U8
+        self._readable: Readable | None = None
         self._place: object = None
         self._stock = Stock(self)
 
@@ -103,7 +103,7 @@ class NamespaceCore:
         """
         arena = self.client.arena
         end = opened.slot_offset + opened.slots * opened.slot_stride
-        if arena is None or opened.slot_offset < 0 or opened.slots < 0 or end > len(arena.data):
+        if arena is None or opened.slot_offset < 0 or opened.slots < 0 or end > arena.size_bytes:
             raise ProtocolError(
                 f"namespace {opened.namespace} ends at byte {end}, outside of the arena"
             )
@@ -117,13 +117,20 @@ class NamespaceCore:
         place = (arena, msgspec.structs.replace(opened, namespace=0))
         if place == self._place:
             return False
-        pool = arena.data[opened.slot_offset : end].reshape(opened.slots, opened.slot_stride)
-        payload = pool[:, : self.spec.block_bytes]
-        self._readable = self._map_readable(arena, opened, payload)
-        self.pool, self.payload, self._place = pool, payload, place
+        memory = self._map_slots(arena, opened)
+        self._map_table(arena, opened, memory)
+        self.memory, self._place = memory, place
         return True
 
-    def _map_readable(self, arena: MappedArena, opened: NamespaceOpened, payload: U8) -> Readable:
+    def _map_slots(self, arena: MappedArena, opened: NamespaceOpened) -> PoolMemory:
+        first, count, stride = opened.slot_offset, opened.slots, opened.slot_stride
+        loops, block_bytes = self.client.loops, self.spec.block_bytes
+        if arena.gpu is not None:
+            return GpuPool(loops, GpuRows(arena.gpu, first, count, stride, block_bytes))
+        slots = arena.data[first : first + count * stride].reshape(count, stride)
+        return HostPool(loops, slots, block_bytes)
+
+    def _map_table(self, arena: MappedArena, opened: NamespaceOpened, memory: PoolMemory) -> None:
         places_bytes = opened.buckets * PLACES * PLACE_BYTES
         places_at = opened.directory_offset - opened.entries_offset
         entries_bytes = opened.slots * opened.entry_bytes
@@ -132,8 +139,12 @@ class NamespaceCore:
         mapped = arena.map_table(opened.entries_offset, places_at + places_bytes)
         entries = mapped[:entries_bytes].reshape(opened.slots, opened.entry_bytes)
         places = mapped[places_at:].view(np.uint64).reshape(-1, PLACES)
+        self._entries, self._readable = entries, None
+        if not isinstance(memory, HostPool):
+            return
+        payload, tokens = memory.payload, self.spec.block_tokens
         try:
-            return Readable(entries, payload, places, self.digest, self.spec.block_tokens)
+            self._readable = Readable(entries, payload, places, self.digest, tokens)
         except InvariantViolation as error:
             raise ProtocolError(f"namespace {opened.namespace}: {error.message}") from error
 
@@ -219,9 +230,20 @@ class NamespaceCore:
 
     def _copy_out(self, tokens: U32, extras: U64, hashes: U8, slots: U32 | None, out: U8) -> int:
         """Copy these blocks from their slots, or from where they may lie; how many are right."""
+        if self._readable is None:
+            return 0 if slots is None else self._copy_held(slots, out)
         ids = tokens[: len(hashes) * self.spec.block_tokens]
         keys = extras_of(extras, 0, len(hashes)) if len(extras) else None
         return self.client.loops.read(self._readable, hashes, ids, keys, slots, out)
+
+    def _copy_held(self, slots: U32, out: U8) -> int:
+        """Copy sealed blocks that this worker holds; how many leading ones are right."""
+        rows = out[: len(slots)]
+        self.memory.copy_out(slots, rows)
+        stated = np.ascontiguousarray(self._entries[slots, SUM_AT : SUM_AT + HASH_BYTES])
+        sums = self.client.loops.checksums(rows, np.arange(len(rows)))
+        right = (stated.view("<u8") == sums.view(">u8")).all(1)
+        return int(np.argmin(np.append(right, False)))
 
     def tell_uses(self) -> Steps[None]:
         """Tell the daemon of blocks that were read here."""

@@ -15,6 +15,7 @@ from tierkv.client.namespaces import AttendPlan, NamespaceCore
 from tierkv.client.sequences import SequenceCore
 from tierkv.core.ids import U8
 from tierkv.errors import InvalidArgument
+from tierkv.gpu import GpuRows
 
 _ONE_BYTE = (torch.uint8, torch.float8_e4m3fn)
 
@@ -24,7 +25,7 @@ class PagedPool:
 
     def __init__(self, namespace: NamespaceCore) -> None:
         self._namespace = namespace
-        self._pool: U8 | None = None
+        self._pool: object = None
         self._step = threading.local()
         self._blocks = torch.empty(0)
         self.dtype: torch.dtype = getattr(torch, namespace.spec.dtype)
@@ -35,11 +36,11 @@ class PagedPool:
 
         Of layout HND it is a transposed view. Shares memory with the daemon and all other workers.
         """
-        pool = self._namespace.pool
+        pool = self._namespace.memory.view
         if self._pool is not pool:
             spec = self._namespace.spec
             self._blocks = tierkv_kernels.block_view(
-                torch.from_numpy(pool),
+                slots_tensor(pool),
                 layers=spec.layers,
                 block_size=spec.block_tokens,
                 num_kv_heads=spec.kv_heads,
@@ -75,8 +76,8 @@ class PagedPool:
         slots = table[positions // spec.block_tokens].unsqueeze(1)
         rows = (positions % spec.block_tokens).unsqueeze(1)
         pair = torch.tensor([[0, 1]])
-        values = torch.stack((k, v), 1).to(self.dtype)
         target = self.layer(layer)
+        values = torch.stack((k, v), 1).to(target.device, self.dtype)
         if self.dtype in _ONE_BYTE:
             # torch scatters no float8 on the CPU; the bytes are the same.
             target, values = target.view(torch.uint8), values.view(torch.uint8)
@@ -117,9 +118,9 @@ class PagedPool:
             q,
             pair[:, 0],
             pair[:, 1],
-            tables,
-            lens,
-            q_indptr=torch.from_numpy(plan.q_indptr.astype(np.int32)),
+            tables.to(q.device),
+            lens.to(q.device),
+            q_indptr=torch.from_numpy(plan.q_indptr.astype(np.int32)).to(q.device),
             plan=self._kernel_plan(plan),
             scale=plan.scale or None,
             causal=plan.causal,
@@ -131,9 +132,9 @@ class PagedPool:
     def attend_in_daemon(self, q: torch.Tensor, plan: AttendPlan) -> Steps[torch.Tensor]:
         """The same in the daemon's process: takes the scratch memory of the connection."""
         out = torch.empty(q.shape, dtype=self.dtype)
-        stored = q.detach().to(self.dtype).contiguous()
+        stored = q.detach().to("cpu", self.dtype).contiguous()
         yield from self._namespace.attend(plan, _bytes_of(stored), _bytes_of(out))
-        return out.to(q.dtype)
+        return out.to(q.device, q.dtype)
 
     def _kernel_plan(self, plan: AttendPlan) -> tierkv_kernels.Plan:
         """The kernels' plan of this step, kept for its other layers: it depends on lengths only.
@@ -210,6 +211,13 @@ class PagedPool:
             window,
             softcap,
         )
+
+
+def slots_tensor(slots: U8 | GpuRows) -> torch.Tensor:
+    """The slots as u8 [slots, stride], sharing their memory, where they lie."""
+    if isinstance(slots, GpuRows):
+        return torch.as_tensor(slots, device=f"cuda:{slots.memory.gpu.index}")
+    return torch.from_numpy(slots)
 
 
 def _bytes_of(tensor: torch.Tensor) -> U8:

@@ -221,7 +221,7 @@ class SequenceCore:
         rows = rows_of("data", data, self.namespace.spec.block_bytes)
         self.about_to_write(first * self.block_tokens, len(rows) * self.block_tokens)
         slots = self.table[first : first + len(rows)]
-        sums = self.client.loops.copy_in(self.payload, slots, rows)
+        sums = self.namespace.memory.copy_in(slots, rows)
         self._written.remember(first, slots, sums)
         return len(rows)
 
@@ -236,22 +236,17 @@ class SequenceCore:
                 f"read, it has {held} with tokens in them: ask for fewer, or wait() for those "
                 "that are still coming"
             )
-        self.client.loops.copy_out(self.payload, self.table[first : first + len(rows)], rows)
+        self.namespace.memory.copy_out(self.table[first : first + len(rows)], rows)
         return len(rows)
-
-    @property
-    def payload(self) -> U8:
-        """All slots without their padding (u8 [slots, block_bytes])."""
-        return self.namespace.payload
 
     # --- what the daemon says ---------------------------------------------------------------------
 
     def adopt(self, slots: bytes, sealed: int, *, suspended: bool = False) -> None:
         """Take the daemon's block table. A suspended one's slots mean nothing."""
         table = np.frombuffer(slots, "<u4")
-        if not suspended and table.size and int(table.max()) >= len(self.namespace.pool):
+        if not suspended and table.size and int(table.max()) >= len(self.namespace.memory):
             raise ProtocolError(
-                f"slot {int(table.max())} in a pool of {len(self.namespace.pool)} slots"
+                f"slot {int(table.max())} in a pool of {len(self.namespace.memory)} slots"
             )
         self.table = table.astype(np.int32)
         self.table.flags.writeable = False
@@ -310,6 +305,8 @@ class SequenceCore:
             return None if covered else Reserve(self.number, self.num_tokens, total)
 
         if not covered:
+            # The daemon may copy a tail that was shared.
+            self.namespace.memory.settle()
             self._asked_to_reserve_from = self.num_tokens // self.block_tokens
         reply = yield ask
         if covered:
@@ -342,6 +339,7 @@ class SequenceCore:
             yield from self._seal(self.sealed, full)
 
     def _seal(self, first: int, full: int) -> Steps[None]:
+        self.namespace.memory.settle()
         del self._hashes[first * HASH_BYTES :]
         tokens = self._tokens[first * self.block_tokens : full * self.block_tokens]
         hashes = self._names(first, full, tokens)
@@ -378,7 +376,7 @@ class SequenceCore:
     def _checksums(self, first: int, slots: I32) -> bytes:
         sums, known = self._written.find(first, slots)
         if not known.all():
-            sums[~known] = self.client.loops.checksums(self.payload, slots[~known])
+            sums[~known] = self.namespace.memory.checksums(slots[~known])
         return sums.tobytes()
 
     def truncate(self, n_tokens: int) -> Steps[None]:
@@ -435,6 +433,7 @@ class SequenceCore:
             self.require_alive()
             return Suspend(self.number)
 
+        self.namespace.memory.settle()
         self._asked_to_suspend = True
         expect((yield ask), Done)
         self.suspended = True

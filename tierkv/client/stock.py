@@ -60,14 +60,14 @@ class Stock:
                 continue  # the daemon came back without our sequence; the data is still here
 
     def _blocks_max(self) -> int:
-        slots, block_bytes = len(self._namespace.pool), self._namespace.spec.block_bytes
+        slots, block_bytes = len(self._namespace.memory), self._namespace.spec.block_bytes
         return min(STOCK_BYTES_MAX // block_bytes, slots // STOCKS_MIN)
 
     def _store(self, piece: Piece) -> Steps[int]:
         namespace, client, count = self._namespace, self._namespace.client, len(piece.rows)
         stock = yield from self._take(count)
         try:
-            sums = client.loops.copy_in(namespace.payload, stock.table[:count], piece.rows)
+            sums = namespace.memory.copy_in(stock.table[:count], piece.rows)
             with client.opening_sequence() as number:
                 stored = expect((yield self._ask(piece, stock, number, sums.tobytes())), Stored)
         except BaseException:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tierkv.client.namespaces import AttendPlan, NamespaceCore
 from tierkv.client.sequences import I32, CachedPrefix, SequenceCore
-from tierkv.core.ids import U8, U32
+from tierkv.core.ids import U32
 from tierkv.core.spec import KVSpec
 
 if TYPE_CHECKING:
@@ -125,9 +125,13 @@ class NamespaceViews:
         return self._core.spec
 
     @property
-    def pool(self) -> U8:
-        """All slots as bytes (u8 [slots, stride]); a block is the first ``spec.block_bytes``."""
-        return self._core.pool
+    def pool(self) -> Any:
+        """All slots as bytes (u8 [slots, stride]); a block is the first ``spec.block_bytes``.
+
+        A NumPy array; of a device tier on a GPU an object for ``torch.as_tensor`` and others that
+        know ``__cuda_array_interface__``.
+        """
+        return self._core.memory.view
 
     @property
     def blocks(self) -> torch.Tensor:

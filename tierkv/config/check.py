@@ -67,14 +67,16 @@ def _check_budgets(config: Config, space: Callable[[str], Space]) -> Iterator[Pr
 
 
 def _check_arena_files(config: Config, space: Callable[[str], Space]) -> Iterator[Problem]:
-    ram_bytes = config.device.bytes + config.host.bytes
-    ram_total = space(config.arena.dir).total
+    in_ram = {"host.bytes": config.host.bytes}
+    if config.device.kind == "cpu":
+        in_ram = {"device.bytes": config.device.bytes, **in_ram}
+    ram_bytes, ram_total = sum(in_ram.values()), space(config.arena.dir).total
     if ram_bytes > ram_total:
         what = (
-            f"device.bytes and host.bytes are {about_bytes(ram_bytes)} together, "
+            f"{' and '.join(in_ram)} are {about_bytes(ram_bytes)} together, "
             f"but {config.arena.dir} has {about_bytes(ram_total)}"
         )
-        yield Problem("device.bytes", what, "lower them, or choose another arena.dir")
+        yield Problem(next(iter(in_ram)), what, "lower them, or choose another arena.dir")
 
 
 def parse_address(address: str) -> tuple[str, int]:

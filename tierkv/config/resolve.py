@@ -86,6 +86,11 @@ def resolve(config: Config, environment: Environment) -> Config:
         beside = str(PurePosixPath(socket).with_name("metrics.sock"))
         metrics_socket = _absolute(metrics_socket, beside, environment)
 
+    if config.device.kind == "cuda" and config.device.bytes == AUTO_BYTES:
+        raise ConfigError(
+            'device.bytes is "auto", but device.kind is "cuda": write how much memory of the GPU '
+            "the device tier may have, for nobody knows how much the engines need"
+        )
     recorded = environment.recorded(state_dir)
     device_bytes = _recorded(config.device.bytes, recorded, "device.bytes")
     host_bytes = _recorded(config.host.bytes, recorded, "host.bytes")
@@ -152,7 +157,10 @@ def _arena_prefault(config: Config) -> PrefaultSetting:
     """Half of a machine's memory is not to be taken at once if nobody asked for that much."""
     if config.arena.prefault != "auto":
         return config.arena.prefault
-    return "on" if {config.device.bytes, config.host.bytes} != {AUTO_BYTES} else "off"
+    sizes = {config.host.bytes}
+    if config.device.kind == "cpu":
+        sizes.add(config.device.bytes)
+    return "on" if sizes != {AUTO_BYTES} else "off"
 
 
 def _space(path: str) -> Space:

@@ -131,11 +131,26 @@ class Device(_Section, frozen=True):
     bytes: Annotated[
         int,
         _budget(
-            "Memory of the device tier.",
+            "Memory of the device tier. On a GPU it must be given: engines need memory, too.",
             "40 % of the free RAM, on the arena's file system if files keep it",
             "--device-bytes",
         ),
     ] = AUTO_BYTES
+    kind: Annotated[
+        Literal["cpu", "cuda"],
+        _text(
+            "Where the device tier lies: cpu = in RAM, cuda = in the memory of an NVIDIA GPU. It "
+            "must be where the workers compute."
+        ),
+    ] = "cpu"
+    index: Annotated[
+        int,
+        _setting(
+            Kind.COUNT,
+            "Which GPU, from 0, as CUDA numbers those that the daemon sees.",
+            at_least=0,
+        ),
+    ] = 0
 
 
 class Host(_Section, frozen=True):

@@ -34,7 +34,8 @@ class Greeting(Message, tag="greeting"):
 
     ``arena`` is the 16-byte identity of the device arena: a worker that reconnects and sees
     another identity must map it anew and has lost its sequences. ``state`` is "serving", or why
-    the daemon cannot serve ("recovering", "draining").
+    the daemon cannot serve ("recovering", "draining"). ``gpu``: which GPU's memory the arena is, by
+    its 16-byte UUID; empty if it is host memory.
     """
 
     version: int
@@ -43,6 +44,7 @@ class Greeting(Message, tag="greeting"):
     arena_bytes: int
     scratch_bytes: int
     state: str
+    gpu: bytes = b""
 
 
 # --- requests -------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from tierkv.service.engine import Engine
 from tierkv.service.journal import Journal
 from tierkv.service.leases import Leases
 from tierkv.service.namespaces import Namespaces
+from tierkv.service.pinning import Pinning
 from tierkv.service.prefault import Prefault
 from tierkv.service.recovered import Recovered
 from tierkv.service.recovery import unverified_rows
@@ -62,6 +63,7 @@ class Parts:
     namespaces: Namespaces
     attention: Attention
     prefault: Prefault
+    pinning: Pinning
     arenas: Mapping[Tier, Arena]
     disk: DiskTier | None
 
@@ -84,6 +86,7 @@ class Parts:
         await self.engine.close()
         await self.attention.close()
         self.prefault.close()
+        self.pinning.close()
         self.checkpointer.close()
         self.journal.close()
 
@@ -133,6 +136,8 @@ def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Ho
     namespaces = Namespaces(planner, arenas, recovered.disk, recovered.specs)
     attention = Attention(planner, namespaces, arenas, config.attend.threads)
     attention.on_round = hooks.attended
+    in_ram = {tier: arena for tier, arena in arenas.items() if arena.on_gpu is None}
+    prefault = Prefault(state, in_ram, ahead=config.arena.prefault == "on")
     return Parts(
         journal=journal,
         planner=planner,
@@ -141,7 +146,8 @@ def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Ho
         leases=Leases(planner, config.server.grace_s),
         namespaces=namespaces,
         attention=attention,
-        prefault=Prefault(state, arenas, ahead=config.arena.prefault == "on"),
+        prefault=prefault,
+        pinning=Pinning(arenas, lambda: prefault.state(Tier.HOST) == "done"),
         arenas=arenas,
         disk=recovered.disk,
     )

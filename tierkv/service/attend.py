@@ -144,6 +144,10 @@ class Attention:
         self, lease: int, message: Attend, scratch: mmap.mmap
     ) -> tuple[Job, frozenset[int]]:
         """The job of a request that the state allows, and the sequences that it reads."""
+        _check(
+            self._arenas[Tier.DEVICE].on_gpu is None,
+            'attend: the device tier is on a GPU; compute in the worker, by where="worker"',
+        )
         spec = self._namespaces.spec(message.namespace)
         entry = self._planner.state.namespaces.get(message.namespace)
         if spec is None or entry is None:

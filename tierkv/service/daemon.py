@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tierkv_kernels.errors import KernelError
 from tierkv_wal import WalError, WalWriter
 
 from tierkv.config.schema import Config
@@ -22,6 +23,7 @@ from tierkv.core.counters import Counters
 from tierkv.core.effects import Move
 from tierkv.core.placement import Placement
 from tierkv.errors import ConfigError, NotReady, TierFailed, TierFull, TierkvError
+from tierkv.gpu import Gpu, GpuFailed
 from tierkv.obs.exporter import Exporter
 from tierkv.obs.metrics import Metrics
 from tierkv.obs.status import LoopStatus, StatusDocument, to_plain
@@ -55,7 +57,7 @@ log = logging.getLogger(__name__)
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_IO = 74
-"""The log could not be written (EX_IOERR): what the disk holds is unknown until recovery."""
+"""The log could not be written, or the GPU failed (EX_IOERR): recovery must sort out the rest."""
 EXIT_NOT_READY = 75
 """Another process holds the store: try again when it has ended (EX_TEMPFAIL)."""
 EXIT_CONFIG = 78
@@ -121,12 +123,13 @@ class _Daemon:
             leaving.callback(fd_store.close)
             arena = self._config.arena
             numa = choose(arena.numa, memory_nodes())
+            gpu = _gpu(self._config)
             if arena.keep == "manager":
                 fd_store.require_service(os.environ)
-                machine = RealMachine(fd_store, numa)
+                machine = RealMachine(fd_store, numa, gpu)
             else:
                 fd_store.give_back()
-                machine = RealMachine(numa=numa)
+                machine = RealMachine(numa=numa, gpu=gpu)
             await self._recover_and_serve(directory, listening, machine)
         self._lifecycle.enter(DaemonState.STOPPED)
         log.info("stopped")
@@ -202,6 +205,7 @@ class _Daemon:
                 listener.serve(),
                 parts.engine.write_behind(),
                 parts.prefault.run(),
+                parts.pinning.run(),
                 self._tick(recovered.writer, ballast, parts.checkpointer, parts.planner.placement),
                 watch_loop(self._metrics.loop_turn, self._metrics.loop_delay),
             )
@@ -299,6 +303,12 @@ class _Daemon:
 
     def broken(self, error: BaseException) -> None:
         """See assembly.Hooks."""
+        if isinstance(error, GpuFailed):
+            # What lies on the GPU is lost; all that was acknowledged is in the log, the host tier
+            # and on disk, and only a new process gets a driver that works.
+            log.critical("the GPU failed, stopping at once: %s", error, extra={"tier": "device"})
+            _flush_streams()
+            os._exit(EXIT_IO)
         log.critical("a request broke the daemon, stopping at once", exc_info=error)
         _flush_streams()
         os._exit(EXIT_FAILED)
@@ -382,6 +392,20 @@ class _Daemon:
             _flush_streams()
             os._exit(EXIT_FAILED)
         self._stop.set()
+
+
+def _gpu(config: Config) -> Gpu | None:
+    """The GPU that is to have the device tier, if one is. Raises ConfigError."""
+    device = config.device
+    if device.kind == "cpu":
+        return None
+    try:
+        return Gpu.open(device.index)
+    except KernelError as error:
+        raise ConfigError(
+            f'device.kind is "cuda", but GPU {device.index} cannot be used: {error}; write "cpu" '
+            "to have the device tier in RAM"
+        ) from error
 
 
 def _listening_socket(

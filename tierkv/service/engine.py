@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 INLINE_BYTES = 256 << 10
-"""A copy in RAM up to this size is made on the loop: cheaper than waking a thread."""
+"""A copy in host memory up to this size is made on the loop: cheaper than waking a thread."""
 
 JOBS_IN_FLIGHT = 4
 """Jobs given to one lane at a time; flows beyond that wait their turn."""
@@ -238,7 +238,8 @@ class Engine:
             return await self._lanes["copy"].run(lambda: self._mover.perform(effect))
         in_ram = effect.source in RAM_TIERS and effect.target in RAM_TIERS
         shape = self.planner.state.pools[effect.pool]
-        if in_ram and len(effect.ids) * shape.block_bytes <= INLINE_BYTES:
+        quick = len(effect.ids) * shape.block_bytes <= INLINE_BYTES
+        if quick and self._mover.in_host_memory(effect):
             return self._mover.perform(effect)
         lane = "copy" if in_ram else "write" if effect.target is Tier.DISK else "read"
         return await self._lanes[lane].run(lambda: self._mover.perform(effect))

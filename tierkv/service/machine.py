@@ -12,11 +12,14 @@ from typing import Protocol
 
 from tierkv_wal import RealStorage, Storage
 
+from tierkv.core.ids import Tier
+from tierkv.gpu import Gpu
 from tierkv.service.fd_store import FdStore
 from tierkv.service.process import boot_id, is_alive
 from tierkv.tiers.arena import Arena, ArenaHome
 from tierkv.tiers.arena_files import ArenaFiles
 from tierkv.tiers.disk_io import Direct, DiskIO, ReadBy, open_disk_io
+from tierkv.tiers.gpu_arena import gpu_arena
 from tierkv.tiers.index import BlockRows, Index, IndexChanges, IndexContents
 from tierkv.tiers.numa import NodePolicy
 from tierkv.tiers.storage import BlockStorage
@@ -75,11 +78,20 @@ class Machine(Protocol):
 class RealMachine:
     """This one."""
 
-    def __init__(self, fd_store: FdStore | None = None, numa: NodePolicy | None = None) -> None:
-        """``fd_store``: what keeps the arenas, else they are files. ``numa``: where they lie."""
+    def __init__(
+        self,
+        fd_store: FdStore | None = None,
+        numa: NodePolicy | None = None,
+        gpu: Gpu | None = None,
+    ) -> None:
+        """``fd_store``: what keeps the arenas, else they are files. ``numa``: where they lie.
+
+        ``gpu``: what has the device tier, else it is an arena like the host tier.
+        """
         self.storage: Storage = RealStorage()
         self._fd_store = fd_store
         self._numa = numa
+        self._gpu = gpu
 
     def open_index(self, path: Path, map_bytes: int) -> CheckpointIndex:
         """See Machine."""
@@ -98,6 +110,9 @@ class RealMachine:
             # A daemon that kept files there may have run before.
             home.drop(name)
             home = self._fd_store
+        if self._gpu is not None and name == Tier.DEVICE.label:
+            home.drop(name)
+            return gpu_arena(self._gpu, name, budget_bytes)
         return Arena.open(home, name, budget_bytes, store, boot_id(), self._numa)
 
     def forget_arena(self, directory: Path, name: str) -> None:

@@ -1,7 +1,8 @@
 """Takes the memory of the RAM tiers ahead of need, in the background.
 
 A page that nobody has written yet takes ten times longer to write. So a thread takes them in the
-order in which slots are given out, device tier first, and maps what outlived the last daemon.
+order in which slots are given out, device tier first, and maps what outlived the last daemon. What
+lies on a GPU is left out: that was taken at once.
 Before there is a pool, it takes those where the first one will lie. The loop decides (``leads``)
 and gives back what another pool needs, since it gives out slots as well.
 """
@@ -93,11 +94,13 @@ class Prefault:
 
     def missing_bytes(self, tier: Tier) -> int:
         """Memory that is still to be taken for a RAM tier."""
-        return missing_bytes(self._pools(tier), self._budget(tier)) if self._ahead else 0
+        if not self._ahead or tier not in self._arenas:
+            return 0
+        return missing_bytes(self._pools(tier), self._budget(tier))
 
     def state(self, tier: Tier) -> str:
         """What goes on in a RAM tier: "off", "running", "done" or "short of memory"."""
-        if not self._ahead:
+        if not self._ahead or tier not in self._arenas:
             return "off"
         if self._progress[tier].short:
             return "short of memory"
@@ -106,6 +109,8 @@ class Prefault:
 
     def huge_bytes(self, tier: Tier) -> int:
         """About how much of a RAM tier's memory is in huge pages; 0 if that is not known."""
+        if tier not in self._arenas:
+            return 0
         return min(self._progress[tier].huge_bytes, self._arenas[tier].memory_bytes)
 
     # --- one step ---------------------------------------------------------------------------------

@@ -189,6 +189,7 @@ class Sessions:
 
     def greeting(self) -> m.Greeting:
         """See RequestHandler."""
+        gpu = self._arena.on_gpu
         return m.Greeting(
             version=m.PROTOCOL_VERSION,
             epoch=self._planner.state.epoch,
@@ -196,6 +197,7 @@ class Sessions:
             arena_bytes=self._arena.size_bytes,
             scratch_bytes=SCRATCH_BYTES,
             state=self._lifecycle.state.value,
+            gpu=gpu.identity if gpu is not None else b"",
         )
 
     def connected(self, connection: Connection) -> None:

@@ -1,9 +1,10 @@
 """One RAM tier: payload slots and their slot tables in two shared, sparse files.
 
 Where the two files are kept while no daemon runs is the matter of an ``ArenaHome``. The first
-holds the payload. Pool p owns the bytes [p * region, (p + 1) * region), where the
-region is the tier's whole budget: the pools share the budget (the core does the accounting), so
-one descriptor covers every pool there is or will be. Only touched pages exist.
+holds the payload (see ``payload``, it may also be a GPU's memory). Pool p owns the bytes
+[p * region, (p + 1) * region), where the region is the tier's whole budget: the pools share the
+budget (the core does the accounting), so one descriptor covers every pool there is or will be.
+Only touched pages exist.
 
 The second, the table, says what lies in the slots (little-endian):
 
@@ -15,7 +16,7 @@ The second, the table, says what lies in the slots (little-endian):
              the directory (see ``native.directory``), which no process takes over from another
 
 Memory: a page exists from when it is first written, or ``populate`` takes it, until it is given
-back. Huge pages are asked for, and NUMA nodes chosen, when a pool is mapped.
+back.
 
 Threads: ``add_pool`` may be called at any time from any thread; ``close`` only when no other
 call runs. Everything else may run at the same time on different slots. Who may use which slot when
@@ -29,7 +30,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import mmap
 import os
 import struct
@@ -52,15 +52,15 @@ from tierkv.errors import (
     TierFull,
     require,
 )
+from tierkv.gpu import Gpu, GpuRows
 from tierkv.native.directory import PLACE_BYTES, PLACES, bucket_count
 from tierkv.native.loops import Slots, loops
-from tierkv.pages import ask_for_huge_pages, backed_ranges, huge_bytes, populate
+from tierkv.pages import backed_ranges, huge_bytes, populate
 from tierkv.tiers.entry import Entries, entry_dtype
 from tierkv.tiers.linux import is_tmpfs, punch_hole
 from tierkv.tiers.numa import NodePolicy
+from tierkv.tiers.payload import FilePayload, Payload, choose_nodes
 from tierkv.tiers.runs import consecutive_runs
-
-log = logging.getLogger(__name__)
 
 POOLS_MAX = 64
 REGION_ALIGN = 2 << 20
@@ -135,21 +135,24 @@ class TablePlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """``region`` and ``table_bytes``: all that is mapped; slots, entries and places lie in there.
+    """``table_bytes``: all that is mapped of the table; entries and places lie in there.
 
+    ``region``: all that is mapped of the slots, None where they lie on a ``gpu``.
     ``where``: see ``native.directory``.
     """
 
     block_bytes: int
     block_tokens: int
-    slots: U8
+    stride: int
+    count: int
     table: Entries
     table_offset: int
     places: U64
     where: U32
-    region: U8
+    region: U8 | None
+    gpu: GpuRows | None
     table_bytes: U8
-    maps: tuple[mmap.mmap, mmap.mmap]
+    table_map: mmap.mmap
 
 
 class Arena:
@@ -157,33 +160,36 @@ class Arena:
 
     ``adopted`` says whether the files of an earlier process were taken over, and
     ``adopted_bytes`` how much memory they took then. ``identity`` (16 bytes) names the arena from
-    its creation on, ``fd`` is the payload file, ``size_bytes`` its apparent size and
-    ``region_bytes`` the distance from one pool's first slot to the next one's. ``numa`` says where
-    its pages go; None: where they are first written.
+    its creation on, ``region_bytes`` is the distance from one pool's first slot to the next one's.
+    ``numa`` says where its pages go; None: where they are first written. Pool numbers are below
+    ``pools_max``.
     """
 
     def __init__(
         self,
         name: str,
-        fds: ArenaFds,
+        payload: Payload,
+        table_fd: int,
         budget_bytes: int,
         identity: bytes,
         numa: NodePolicy | None,
         *,
-        adopted: bool,
+        adopted_bytes: int | None,
+        pools_max: int,
     ) -> None:
+        """``adopted_bytes``: None if it is new."""
         self.name = name
         self.numa = numa
         self.identity = identity
-        self.adopted = adopted
-        self.adopted_bytes = fds.used_bytes if adopted else 0
+        self.adopted = adopted_bytes is not None
+        self.adopted_bytes = adopted_bytes or 0
         self.budget_bytes = budget_bytes
+        self.pools_max = pools_max
         self.region_bytes = _region(budget_bytes)
-        self.size_bytes = _payload_bytes(budget_bytes)
+        self._payload = payload
         self._pools: dict[int, _Pool] = {}
-        self._first_region: mmap.mmap | None = None
         self._adding = threading.Lock()
-        self.fd, self._table_fd = fds
+        self._table_fd = table_fd
         self._shown_table_fd = -1
 
     @classmethod
@@ -219,15 +225,80 @@ class Arena:
                     if identity is not None:
                         _require_space(home, name, budget_bytes, left.used_bytes)
                         failing.pop_all()
-                        return cls(name, left, budget_bytes, identity, numa, adopted=True)
+                        return cls._of(left, name, budget_bytes, identity, numa, left.used_bytes)
             home.drop(name)
             _require_space(home, name, budget_bytes, 0)
             identity = os.urandom(IDENTITY_BYTES)
             header = _header(budget_bytes, store, boot_id, identity)
             made = home.make(name, _payload_bytes(budget_bytes), header)
-            return cls(name, made, budget_bytes, identity, numa, adopted=False)
+            return cls._of(made, name, budget_bytes, identity, numa, None)
         except OSError as error:
             raise TierFailed(f"cannot set up the {name} arena in {home}: {error}") from error
+
+    @classmethod
+    def _of(
+        cls,
+        fds: ArenaFds,
+        name: str,
+        budget_bytes: int,
+        identity: bytes,
+        numa: NodePolicy | None,
+        adopted_bytes: int | None,
+    ) -> Self:
+        return cls(
+            name,
+            FilePayload(fds.payload, _region(budget_bytes), numa),
+            fds.table,
+            budget_bytes,
+            identity,
+            numa,
+            adopted_bytes=adopted_bytes,
+            pools_max=POOLS_MAX,
+        )
+
+    @classmethod
+    def on(cls, payload: Payload, name: str, budget_bytes: int, pools_max: int) -> Self:
+        """An arena on memory that does not outlive this process, which it owns from now on.
+
+        It has no past and no future: its table is memory without a name. Raises TierFailed.
+        """
+        identity = os.urandom(IDENTITY_BYTES)
+        header = _header(budget_bytes, bytes(IDENTITY_BYTES), "", identity)
+        try:
+            table_fd = os.memfd_create(f"tierkv-{name}.table", os.MFD_CLOEXEC)
+            os.fchmod(table_fd, 0o600)  # it is shown to workers for reading only
+            os.pwrite(table_fd, header, 0)
+        except OSError as error:
+            raise TierFailed(f"cannot make the table of the {name} arena: {error}") from error
+        return cls(
+            name,
+            payload,
+            table_fd,
+            budget_bytes,
+            identity,
+            None,
+            adopted_bytes=None,
+            pools_max=pools_max,
+        )
+
+    @property
+    def fd(self) -> int:
+        """What workers map for the payload; negative once the arena is closed."""
+        return self._payload.fd
+
+    @property
+    def size_bytes(self) -> int:
+        """How much they map."""
+        return self._payload.size_bytes
+
+    @property
+    def on_gpu(self) -> Gpu | None:
+        """The GPU that the payload lies on; None: it is host memory."""
+        return self._payload.on_gpu
+
+    def has(self, pool: int) -> bool:
+        """Whether the pool was added."""
+        return pool in self._pools
 
     def add_pool(self, pool: int, block_bytes: int, block_tokens: int) -> bool:
         """Map a pool's slots and table; True if an earlier process left it, with this geometry.
@@ -237,10 +308,11 @@ class Arena:
 
         Crash: the pool's record is written after its table, so that a table is never half there.
         """
-        if not 0 <= pool < POOLS_MAX:
+        if not 0 <= pool < self.pools_max:
             raise LimitExceeded(
-                f"pool {pool} passes the {POOLS_MAX} pools of an arena: too many block sizes",
-                limit=POOLS_MAX,
+                f"pool {pool} passes the {self.pools_max} pools of the {self.name} arena: too "
+                "many block sizes; start another daemon, in another state directory, for more",
+                limit=self.pools_max,
                 asked=pool + 1,
             )
         with self._adding:
@@ -267,13 +339,20 @@ class Arena:
         }
 
     def slots(self, pool: int) -> U8:
-        """The pool's slots, shape [count, stride], sharing memory with the file."""
-        return self._pool(pool).slots
+        """The pool's slots, shape [count, stride], sharing memory with the file.
+
+        Raises InvariantViolation if they are not host memory; see ``gpu``.
+        """
+        known = self._pool(pool)
+        return _host(known)[: known.count * known.stride].reshape(known.count, known.stride)
+
+    def gpu(self, pool: int) -> GpuRows | None:
+        """The same if they lie on a GPU, else None."""
+        return self._pool(pool).gpu
 
     def payload(self, pool: int) -> U8:
         """The pool's slots without their padding, shape [count, block_bytes]."""
-        known = self._pool(pool)
-        return known.slots[:, : known.block_bytes]
+        return self.slots(pool)[:, : self._pool(pool).block_bytes]
 
     def table(self, pool: int) -> Entries:
         """The pool's slot table, shape [count], sharing memory with the file."""
@@ -299,11 +378,10 @@ class Arena:
         """
         self.empty(pool, slots)
         known = self._pool(pool)
-        count, stride = known.slots.shape
-        for run in consecutive_runs(slots, length_max=count):
-            offset = pool * self.region_bytes + int(slots[run[0]]) * stride
+        for run in consecutive_runs(slots, length_max=known.count):
+            offset = pool * self.region_bytes + int(slots[run[0]]) * known.stride
             try:
-                punch_hole(self.fd, offset, len(run) * stride)
+                self._payload.free(offset, offset + len(run) * known.stride)
             except OSError as error:
                 raise TierFailed(f"cannot free slots of the {self.name} arena: {error}") from error
 
@@ -341,7 +419,7 @@ class Arena:
     @property
     def memory_bytes(self) -> int:
         """Memory that the payload takes, in slots that hold something or not."""
-        return os.fstat(self.fd).st_blocks * _STAT_BLOCK
+        return self._payload.used_bytes
 
     @property
     def had_first(self) -> bool:
@@ -356,15 +434,15 @@ class Arena:
         start = pool * self.region_bytes
         ranges = backed_ranges(self.fd, start, start + self.region_bytes)
         end = max((stop for _, stop in ranges), default=start)
-        count, stride = self._pool(pool).slots.shape
-        return int(min(-(-(end - start) // stride), count))
+        known = self._pool(pool)
+        return int(min(-(-(end - start) // known.stride), known.count))
 
     def map_backed(self, pool: int, is_stopped: Callable[[], bool]) -> None:
         """Map the memory that the pool has into this process. Raises OSError.
 
         Without this each page is, when it is first used.
         """
-        start, region = pool * self.region_bytes, self._pool(pool).region
+        start, region = pool * self.region_bytes, _host(self._pool(pool))
         for first, stop in backed_ranges(self.fd, start, start + self.region_bytes):
             populate(region, first - start, stop - start, is_stopped)
 
@@ -374,9 +452,8 @@ class Arena:
         Raises OSError: EFAULT if the file system is full.
         """
         known = self._pool(pool)
-        stride = known.slots.shape[1]
         self.populate_entries(pool, first, stop, is_stopped)
-        populate(known.region, first * stride, stop * stride, is_stopped)
+        populate(_host(known), first * known.stride, stop * known.stride, is_stopped)
 
     def populate_entries(
         self, pool: int, first: int, stop: int, is_stopped: Callable[[], bool]
@@ -398,9 +475,7 @@ class Arena:
         How large its slots will be does not matter. Raises OSError: see ``populate``.
         """
         with self._adding:
-            if self._first_region is None:
-                self._first_region = self._map_region(0)
-            region = np.frombuffer(self._first_region, np.uint8)
+            region = self._payload.host(0)
         populate(region, start, stop, is_stopped)
 
     def huge_bytes(self, pool: int, first: int, stop: int) -> int:
@@ -409,9 +484,9 @@ class Arena:
         0 if the kernel does not tell (Linux 6.7 does).
         """
         known = self._pool(pool)
-        stride = known.slots.shape[1]
+        start = first * known.stride // PAGE * PAGE
         try:
-            return huge_bytes(known.region, first * stride // PAGE * PAGE, stop * stride)
+            return huge_bytes(_host(known), start, stop * known.stride)
         except OSError:
             return 0
 
@@ -420,30 +495,24 @@ class Arena:
 
         Raises OSError.
         """
-        stride = self._pool(pool).slots.shape[1]
-        offset = pool * self.region_bytes + first * stride
-        punch_hole(self.fd, offset, (stop - first) * stride)
+        start, stride = pool * self.region_bytes, self._pool(pool).stride
+        self._payload.free(start + first * stride, start + stop * stride)
 
     def close(self) -> None:
         """Unmap and close the files, which stay. Views handed out keep their own mapping alive.
 
         Closing again does nothing.
         """
-        if self.fd < 0:
-            return
-        maps = [mapped for pool in self._pools.values() for mapped in pool.maps]
+        maps = [pool.table_map for pool in self._pools.values()]
         self._pools.clear()
-        if self._first_region is not None:
-            maps.append(self._first_region)
-            self._first_region = None
+        self._payload.close()
         for mapped in maps:
             with contextlib.suppress(BufferError):  # a view is still held: it goes with that
                 mapped.close()
-        os.close(self.fd)
-        os.close(self._table_fd)
-        if self._shown_table_fd >= 0:
-            os.close(self._shown_table_fd)
-        self.fd = self._table_fd = self._shown_table_fd = -1
+        for fd in (self._table_fd, self._shown_table_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._table_fd = self._shown_table_fd = -1
 
     def _pool(self, pool: int) -> _Pool:
         try:
@@ -474,7 +543,8 @@ class Arena:
             self._record(pool, bytes(_POOL_RECORD_BYTES))
             punch_hole(self._table_fd, offset, old_size)
         if not is_new:  # else there may be memory that was taken before, and nothing in it
-            punch_hole(self.fd, pool * self.region_bytes, self.region_bytes)
+            start = pool * self.region_bytes
+            self._payload.free(start, start + self.region_bytes)
         offset = _round_up(end, PAGE)
         os.ftruncate(self._table_fd, offset + size)
         self._record(pool, _with_check(_POOL_RECORD.pack(block_bytes, offset, size, block_tokens)))
@@ -498,45 +568,34 @@ class Arena:
         stride = slot_stride(block_bytes)
         count = self.budget_bytes // stride
         dtype = entry_dtype(block_tokens)
-        payload_map = self._map_region(pool)
+        gpu = self._payload.gpu(pool, block_bytes)
         entries_bytes = _entries_bytes(count, block_tokens)
         size = entries_bytes + _directory_bytes(count)
         table_map = mmap.mmap(self._table_fd, size, offset=offset)
-        region = np.frombuffer(payload_map, np.uint8)
         table_bytes = np.frombuffer(table_map, np.uint8)
-        self._choose_nodes(table_bytes)
+        choose_nodes(table_bytes, self.numa)
         return _Pool(
             block_bytes=block_bytes,
             block_tokens=block_tokens,
-            slots=region[: count * stride].reshape(count, stride),
+            stride=stride,
+            count=count,
             table=np.frombuffer(table_map, dtype, count) if count else np.zeros(0, dtype),
             table_offset=offset,
             places=np.frombuffer(
                 table_map, np.uint64, bucket_count(count) * PLACES, entries_bytes
             ).reshape(-1, PLACES),
             where=np.zeros(count, np.uint32),
-            region=region,
+            region=self._payload.host(pool) if gpu is None else None,
+            gpu=gpu,
             table_bytes=table_bytes,
-            maps=(payload_map, table_map),
+            table_map=table_map,
         )
 
-    def _map_region(self, pool: int) -> mmap.mmap:
-        """A mapping of the pool's slots; of the first pool's, one that was made before."""
-        if pool == 0 and self._first_region is not None:
-            return self._first_region
-        mapped = mmap.mmap(self.fd, self.region_bytes, offset=pool * self.region_bytes)
-        region = np.frombuffer(mapped, np.uint8)
-        ask_for_huge_pages(region)
-        self._choose_nodes(region)
-        return mapped
 
-    def _choose_nodes(self, mapped: U8) -> None:
-        if self.numa is None:
-            return
-        try:
-            self.numa.apply(mapped)
-        except OSError as error:
-            log.warning("the %s tier does not go to %s: %s", self.name, self.numa, error)
+def _host(pool: _Pool) -> U8:
+    if pool.region is None:
+        raise InvariantViolation("slots on a GPU were to be used as host memory")
+    return pool.region
 
 
 def _round_up(value: int, align: int) -> int:

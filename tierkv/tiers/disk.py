@@ -43,13 +43,12 @@ from tierkv.core.ids import I64, U8, U32, U64, Bool
 from tierkv.core.spec import PAGE, slot_stride
 from tierkv.core.state import PoolShape
 from tierkv.errors import InvariantViolation, TierFailed, TierFull, require
-from tierkv.tiers.arena import Arena
-from tierkv.tiers.copy import whole_entries
+from tierkv.tiers.blocks import Blocks
+from tierkv.tiers.copy import checked_entries, whole_entries
 from tierkv.tiers.disk_io import DiskIO, serial_io
 from tierkv.tiers.entry import (
     Entries,
     entry_dtype,
-    fill_sums,
     has_sum,
     payload_sums,
     sums_agree,
@@ -302,7 +301,7 @@ class DiskTier:
         """What a slot takes on disk, header included."""
         return self._pool(pool).slot_bytes
 
-    def write(self, pool: int, slots: U32, arena: Arena, arena_slots: U32) -> WriteResult:
+    def write(self, pool: int, slots: U32, arena: Blocks, arena_slots: U32) -> WriteResult:
         """Write blocks from the arena into disk slots (both shape [n]).
 
         Never writes a block whose payload does not have the checksum in its entry. Gives the rest
@@ -322,7 +321,7 @@ class DiskTier:
             if failures:
                 return
             # Checked just before it is written: its bytes are still in the processor's cache.
-            entries, sound = _checked_source(arena, pool, arena_slots[run])
+            entries, sound = checked_entries(arena, pool, arena_slots[run])
             entries, good = entries[sound], run[sound]
             intact[good] = True
             sum_hi[good], sum_lo[good] = entries["sum_hi"], entries["sum_lo"]
@@ -341,7 +340,7 @@ class DiskTier:
         return WriteResult(written, intact, sum_hi, sum_lo, failures[0] if failures else None)
 
     def read(
-        self, pool: int, slots: U32, expected_ids: U64, arena: Arena, arena_slots: U32
+        self, pool: int, slots: U32, expected_ids: U64, arena: Blocks, arena_slots: U32
     ) -> ReadResult:
         """Read blocks into the arena (all arrays shape [n]).
 
@@ -520,18 +519,9 @@ def _pages(count: int, size_bytes: int) -> U8:
     return memory[start : start + count * size_bytes].reshape(count, size_bytes)
 
 
-def _checked_source(arena: Arena, pool: int, slots: U32) -> tuple[Entries, Bool]:
-    """Entries, with checksums, of blocks about to be written, and which blocks are intact."""
-    entries: Entries = arena.table(pool)[slots]
-    intact = whole_entries(entries, arena.block_bytes(pool))
-    likely = np.flatnonzero(intact)
-    sums = payload_sums(arena.payload(pool), slots[likely])
-    fill_sums(entries, likely, sums)
-    intact[likely] = sums_agree(entries, likely, sums)
-    return entries, intact
-
-
-def _accept(known: _Pool, headers: U8, ids: U64, arena: Arena, pool: int, arena_slots: U32) -> Bool:
+def _accept(
+    known: _Pool, headers: U8, ids: U64, arena: Blocks, pool: int, arena_slots: U32
+) -> Bool:
     """Which of the blocks that have arrived are the expected ones, whole; those get an entry."""
     entries, ok = known.unpack(headers)
     ok &= (entries["id"] == ids) & has_sum(entries)

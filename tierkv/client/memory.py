@@ -1,0 +1,121 @@
+"""A pool's slots as a worker uses them, in host memory or on a GPU. All copies have ended when
+the call returns, and free the GIL."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from tierkv.core.ids import U8
+from tierkv.gpu import GpuRows
+from tierkv.native.loops import Loops, Slots
+
+PIECE_BYTES = 16 << 20
+"""Blocks of a GPU that are hashed pass through so much host memory."""
+
+
+class PoolMemory(Protocol):
+    """Slots of blocks of one size. ``len`` says how many; rows are u8 [n, block_bytes]."""
+
+    @property
+    def view(self) -> U8 | GpuRows:
+        """All slots with their padding, for those who write into them: [slots, stride]."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def copy_in(self, slots: Slots, rows: U8) -> U8:
+        """Copy rows into slots; their checksums, u8 [n, 16]."""
+        ...
+
+    def copy_out(self, slots: Slots, rows: U8) -> None:
+        """Copy slots into rows."""
+
+    def checksums(self, slots: Slots) -> U8:
+        """Checksums of what the slots hold, u8 [n, 16]."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for all that this process is still writing into slots.
+
+        Before the daemon is told of it, or gives the slots to others. Raises GpuFailed.
+        """
+
+
+class HostPool:
+    """Host memory. See PoolMemory."""
+
+    def __init__(self, loops: Loops, view: U8, block_bytes: int) -> None:
+        self._view = view
+        self.payload = view[:, :block_bytes]
+        """The slots without their padding."""
+        self._loops = loops
+
+    @property
+    def view(self) -> U8:
+        """See PoolMemory."""
+        return self._view
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def copy_in(self, slots: Slots, rows: U8) -> U8:
+        """See PoolMemory."""
+        return self._loops.copy_in(self.payload, slots, rows)
+
+    def copy_out(self, slots: Slots, rows: U8) -> None:
+        """See PoolMemory."""
+        self._loops.copy_out(self.payload, slots, rows)
+
+    def checksums(self, slots: Slots) -> U8:
+        """See PoolMemory."""
+        return self._loops.checksums(self.payload, slots)
+
+    def settle(self) -> None:
+        """See PoolMemory: a write to host memory has ended when it returns."""
+
+
+class GpuPool:
+    """Memory of a GPU. See PoolMemory.
+
+    Who changes rows while they are copied in gets checksums that do not fit: nobody will be given
+    such a block.
+    """
+
+    def __init__(self, loops: Loops, view: GpuRows) -> None:
+        self._view = view
+        self._loops = loops
+
+    @property
+    def view(self) -> GpuRows:
+        """See PoolMemory."""
+        return self._view
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def copy_in(self, slots: Slots, rows: U8) -> U8:
+        """See PoolMemory."""
+        here = np.arange(len(rows))
+        self._view.store(slots, rows, here)
+        return self._loops.checksums(rows, here)
+
+    def copy_out(self, slots: Slots, rows: U8) -> None:
+        """See PoolMemory."""
+        self._view.fetch(slots, rows, np.arange(len(rows)))
+
+    def checksums(self, slots: Slots) -> U8:
+        """See PoolMemory."""
+        step = max(1, PIECE_BYTES // self._view.width)
+        rows = np.empty((min(step, len(slots)), self._view.width), np.uint8)
+        sums = [np.empty((0, 16), np.uint8)]
+        for first in range(0, len(slots), step):
+            part = slots[first : first + step]
+            self.copy_out(part, rows[: len(part)])
+            sums.append(self._loops.checksums(rows, np.arange(len(part))))
+        return np.concatenate(sums)
+
+    def settle(self) -> None:
+        """See PoolMemory."""
+        self._view.memory.gpu.settle()
