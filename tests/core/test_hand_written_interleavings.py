@@ -12,6 +12,7 @@ from world import World
 
 from tierkv.core.ids import Tier
 from tierkv.core.invariants import check_invariants
+from tierkv.core.storing import ToStore
 from tierkv.errors import CorruptionError, InvalidArgument, PoolExhausted, UnknownSequence
 
 TOKENS = list(range(1000, 1040))
@@ -415,3 +416,33 @@ def test_an_optional_copy_does_not_take_the_place_of_one_that_lets_a_block_leave
     stage.begin(3)
     assert len(stage.reserve(3, 0, 8).slots) == 2
     stage.finish()
+
+
+def names(count: int) -> list[int]:
+    return TOKENS[: 4 * count]
+
+
+@pytest.mark.parametrize("verb", ["seal", "store"])
+def test_blocks_that_another_worker_seals_meanwhile_stay_the_ones_that_are_found(verb: str) -> None:
+    """Whoever replaced one by its own would hide all that the other had cached behind it."""
+    stage = Stage(8, 0, 8)
+    world, payloads = stage.world, [b"one", b"two", b"three"]
+    views = {}
+    for local in (1, 2, 3):
+        stage.begin(local)
+        views[local] = stage.reserve(local, 0, 12 if local == 2 else 8)
+    world.run(stage.seal(3, views[3], names(1), payloads[:1]))
+    stage.plan.release(stage.lease, [3])
+    stage.push_out(3)  # the first block is on disk only, where it must be proven
+    if verb == "seal":
+        flow = stage.seal(1, views[1], names(2), payloads[:2])
+    else:
+        sums = world.write(views[1].slots, 0, payloads[:2])
+        wanted = ToStore(1, 4, world.chain(names(2)), 0, *sums, 2)
+        flow = stage.plan.store(stage.lease, world.namespace, wanted)
+    stage.start("first", flow)
+    assert stage.go("first", 1) is None
+    world.run(stage.seal(2, views[2], names(3), payloads))
+    stage.finish()
+    assert not isinstance(stage.answers["first"], Exception)
+    assert len(stage.begin(5, names(3)).slots) == 3
