@@ -305,3 +305,12 @@ def test_a_task_that_is_cancelled_gives_its_room_back(daemon, run, spec):
             assert len(daemon.held()) == 1
 
     run(main)
+
+
+def test_what_another_worker_wrote_is_confirmed_before_it_is_said_to_be_cached(daemon, ns):
+    """It may have sealed it a moment ago, and still wait for the disk itself."""
+    tokens = prompt(30, STOCK + 1)  # too long for a stock
+    write(ns, tokens)
+    asked(daemon, ns)
+    assert write(ns, tokens) == STOCK + 1
+    assert asked(daemon, ns) == [m.Acquire, m.Seal, m.Release]

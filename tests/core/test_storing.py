@@ -246,9 +246,7 @@ def test_another_stores_the_same_while_twins_are_looked_for() -> None:
     world.stock(4, 2)
     answers = {}
     for stock, new in ((2, 5), (4, 6)):
-        flow = world.planner.store(
-            world.lease, world.namespace, world.to_store(stock, new, TOKENS[:8])
-        )
+        flow = world.storing(world.to_store(stock, new, TOKENS[:8]))
         scheduler.start(f"{stock}", flow, lambda result, new=new: answers.update({new: result}))
     scheduler.drain(lambda: check_invariants(world.state))
     assert answers[5].ids.tolist() == answers[6].ids.tolist()

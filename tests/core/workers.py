@@ -384,6 +384,7 @@ class Run:
         room = self.random.randint(0, 4)
         wanted = ToStore(stock, new, self._chain(held, 0, count), first, *sums, room)
         stored = yield from planner.store(worker.lease, namespace.number, wanted)
+        yield from planner.fill_stock(worker.lease, wanted)
         if len(stored.rows) >= first:
             worker.stocks[namespace.number] = new
             assert not planner.has_sequence(worker.lease, stock)

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from tierkv.core.counters import Counters
-from tierkv.core.effects import Check, Effect, Headers, Move, Moved, ReadHeaders
+from tierkv.core.effects import Check, Effect, Flow, Headers, Move, Moved, ReadHeaders
 from tierkv.core.ids import Tier
 from tierkv.core.inline import run_inline
 from tierkv.core.matching import Chain
@@ -25,7 +25,7 @@ from tierkv.core.records import join
 from tierkv.core.replay import replay
 from tierkv.core.slot_tables import BlockEntries
 from tierkv.core.state import PoolShape, State
-from tierkv.core.storing import ToStore
+from tierkv.core.storing import Stored, ToStore
 from tierkv.core.structures import Structures
 from tierkv.native.core import structures
 from tierkv.native.library import load
@@ -264,11 +264,17 @@ class World:
         room = len(payloads) if room is None else room
         return ToStore(stock, new_stock, chain, first, hi, lo, room)
 
+    def storing(self, wanted: ToStore) -> Flow[Stored]:
+        """All that the verb does."""
+        stored = yield from self.planner.store(self.lease, self.namespace, wanted)
+        yield from self.planner.fill_stock(self.lease, wanted)
+        return stored
+
     def put(self, *arguments: Any, **options: Any) -> int:
         """Store blocks out of a stock, with the payload that ``store`` would give them.
 
         Returns how many of them are cached.
         """
         wanted = self.to_store(*arguments, **options)
-        stored = self.run(self.planner.store(self.lease, self.namespace, wanted))
+        stored = self.run(self.storing(wanted))
         return len(stored.rows) - wanted.first

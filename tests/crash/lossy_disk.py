@@ -8,12 +8,14 @@ the journal.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import random
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Self
 
@@ -24,6 +26,9 @@ MAKE = {
     "ext4": ["mkfs.ext4", "-q", "-F", "-m", "0"],
     "xfs": ["mkfs.xfs", "-q", "-f"],
 }
+
+CLOSING_S = 30.0
+"""Longest wait for files of the dead to be closed; only a failing test reaches it."""
 
 _SHUTDOWN = 0x8004587D
 _NO_LOG_FLUSH = (2).to_bytes(4, "little")
@@ -61,9 +66,18 @@ class LossyDisk:
             os.close(fd)
 
     def power_up(self) -> None:
-        """Mount what is left. Nobody may have a file open on it."""
-        _run("umount", self.path)
+        """Mount what is left. Nobody may have a file open on it but processes that were killed."""
+        self._unmount()
         self._mount()
+
+    def _unmount(self) -> None:
+        # The kernel closes the files of a dead process's io_uring some time after it is gone.
+        deadline = time.monotonic() + CLOSING_S
+        while _libc.umount2(os.fsencode(self.path), 0):
+            number = ctypes.get_errno()
+            if number != errno.EBUSY or time.monotonic() > deadline:
+                raise OSError(number, os.strerror(number), str(self.path))
+            time.sleep(0.005)
 
     def write_back_some(self, chance: random.Random) -> None:
         """Let the kernel write some of what it has not yet: any pages, at times the journal."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.core.world import World
 from tests.crash.daemon import Daemon
 from tests.crash.pattern import SMALL, payload
 from tierkv.core.ids import Tier
+from tierkv.errors import TierFailed
 from tierkv.service.engine import Engine
 
 TOKENS = list(range(1000, 1040))
@@ -73,6 +76,19 @@ def test_what_is_stored_is_on_disk_and_so_is_all_before_it() -> None:
     assert len(stored.rows) == 4
 
 
+def test_what_left_before_it_was_on_disk_is_not_promised() -> None:
+    world = World(4, 0, 16)
+    engine = durable_engine(world)
+    world.stock(1, 2)
+    wanted = world.to_store(1, 2, TOKENS[:8])
+    stored = world.run(world.planner.store(world.lease, world.namespace, wanted))
+    world.planner.placement.disk_paused = True
+    world.stock(3, 4)
+    world.planner.placement.disk_paused = False
+    with pytest.raises(TierFailed, match="did not take them"):
+        world.run(engine.on_disk(stored.rows, stored.ids))
+
+
 def test_only_what_is_promised_on_disk_waits_for_a_sync() -> None:
     with Daemon(wal__durability="power") as daemon:
         daemon.start()
@@ -92,5 +108,6 @@ def test_only_what_is_promised_on_disk_waits_for_a_sync() -> None:
             namespace.begin(TOKENS).end()
             assert syncs() == before
             tokens = [token + 1 for token in TOKENS]
-            namespace.write(tokens, payload(SMALL, tokens).reshape(-1, SMALL.block_bytes))
+            data = payload(SMALL, tokens).reshape(-1, SMALL.block_bytes)
+            namespace.write(tokens, data)
             assert syncs() >= before + 1

@@ -125,9 +125,12 @@ class Stock:
             if cached < piece.first:
                 return 0
             rest = piece.tokens[sequence.num_tokens :]
-            yield from sequence.reserve(len(rest))
-            sequence.write_blocks(cached, piece.rows[cached - piece.first :])
-            yield from sequence.append(rest)
+            if len(rest):
+                yield from sequence.reserve(len(rest))
+                sequence.write_blocks(cached, piece.rows[cached - piece.first :])
+                yield from sequence.append(rest)
+            else:
+                yield from sequence.confirm()
             return len(piece.rows)
         finally:
             sequence.client.end([sequence])

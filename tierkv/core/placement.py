@@ -7,7 +7,8 @@ copies of faster tiers only, so flows cannot wait for each other in a circle.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -569,6 +570,12 @@ class Placement:
             done += yield from self.copy(source, Tier.DISK, rows[here], ids[here])
             wanted &= ~here
         return done
+
+    @contextmanager
+    def kept(self, rows: I64) -> Iterator[None]:
+        """The rows' copies in RAM stay where they are meanwhile. No row is there twice. Mutates."""
+        with self.holds[Tier.DEVICE].taken(rows), self.holds[Tier.HOST].taken(rows):
+            yield
 
     def reopen(self, rows: I64) -> None:
         """A worker may write into these open blocks again: copies are stale. Mutates."""

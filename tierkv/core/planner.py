@@ -410,16 +410,20 @@ class Planner:
     def store(self, lease: int, namespace: int, wanted: ToStore) -> Flow[Stored]:
         """Cache blocks that a worker wrote into its stock; see ``Storer.store``.
 
-        Where there is no room for the new stock it has what is left of the old one. Raises
-        LimitExceeded, InvalidArgument, UnknownSequence.
+        Raises LimitExceeded, InvalidArgument, UnknownSequence.
         """
         self._check_size(max(len(wanted.chain), wanted.room))
-        stored = yield from self._storer.store(lease, namespace, wanted)
+        return self._storer.store(lease, namespace, wanted)
+
+    def fill_stock(self, lease: int, wanted: ToStore) -> Flow[None]:
+        """Give the new stock that ``store`` made its room; without that it stays as it is.
+
+        What was stored is held by nobody, and may leave to make this room.
+        """
         if self.has_sequence(lease, wanted.new_stock):
             room_tokens = wanted.room * wanted.chain.tokens.shape[1]
             with suppress(PoolExhausted):
                 yield from self.reserve(lease, wanted.new_stock, 0, room_tokens)
-        return stored
 
     def take_sealed(self) -> list[tuple[I64, U64]]:
         """Rows and ids sealed since the last call: candidates for write-behind. Mutates."""

@@ -270,23 +270,24 @@ class Engine:
     def on_disk(self, rows: I64, ids: U64) -> Flow[None]:
         """With durability "power", return when those of the blocks that are sealed are on disk.
 
-        ``ids`` name the blocks that ``rows`` held. Raises TierFailed if the disk did not take them:
-        they are sealed and survive the daemon's death, but not the machine's. The worker may ask
-        again.
+        ``ids`` name the blocks that ``rows`` held. Nobody need hold them: meanwhile they stay.
+        Raises TierFailed if the disk did not take them: they are sealed and survive the daemon's
+        death, but not the machine's. The worker may ask again.
         """
-        if self._durable_seal:
-            self.planner.take_sealed()
-            placement, blocks = self.planner.placement, self.planner.state.blocks
-            sealed = blocks.is_sealed(rows)
-            rows, ids = rows[sealed], ids[sealed]
+        if not self._durable_seal:
+            return
+        self.planner.take_sealed()
+        placement, blocks = self.planner.placement, self.planner.state.blocks
+        wanted = blocks.is_sealed(rows) | (blocks.id[rows] != ids)
+        rows, ids = rows[wanted], ids[wanted]
+        with placement.kept(rows):
             yield from placement.clean_down(rows, ids)
-            alive = blocks.id[rows] == ids
-            if not blocks.has_copy(rows[alive], Tier.DISK).all():
-                raise TierFailed(
-                    "the blocks are sealed but the disk tier did not take them; see the "
-                    "daemon's log for why",
-                    tier=Tier.DISK.label,
-                )
+        if not ((blocks.id[rows] == ids) & blocks.has_copy(rows, Tier.DISK)).all():
+            raise TierFailed(
+                "the blocks are sealed but the disk tier did not take them; see the "
+                "daemon's log for why",
+                tier=Tier.DISK.label,
+            )
 
     def write_all_behind(self) -> None:
         """Queue every sealed block that has no copy on disk, nor gets one now, however many."""

@@ -377,6 +377,7 @@ class Sessions:
         )
         stored = yield from self._planner.store(session.lease, message.namespace, wanted)
         yield from self._engine.on_disk(stored.rows, stored.ids)
+        yield from self._planner.fill_stock(session.lease, wanted)
         blocks = max(len(stored.rows) - message.first, 0)
         if not self._planner.has_sequence(session.lease, message.new_stock):
             return m.Stored(blocks, b"")
