@@ -158,6 +158,7 @@ constexpr Kernel kernels[] = {
 
 struct Function {
     Module *module;
+    std::string name;
     const Kernel *kernel;
     Simulated simulated;
     int max_dynamic_shared = SHARED_PER_BLOCK;
@@ -570,7 +571,7 @@ int cuModuleGetFunction(void **handle, void *module_handle, const char *name) {
     const Kernel *kernel = nullptr;
     Simulated simulated{};
     REQUIRE(find_simulated(name, kernel, simulated), NOT_FOUND);
-    *handle = *all.functions.insert(new Function{module, kernel, simulated}).first;
+    *handle = *all.functions.insert(new Function{module, name, kernel, simulated}).first;
     return SUCCESS;
 }
 
@@ -618,13 +619,14 @@ int cuLaunchKernel(void *handle, unsigned grid_x, unsigned grid_y, unsigned grid
     REQUIRE(grid_y < 1u << 16 && grid_z < 1u << 16, INVALID_VALUE);
     REQUIRE(static_cast<int>(shared) <= function->max_dynamic_shared, INVALID_VALUE);
     REQUIRE(grid_y == 1 && grid_z == 1, INVALID_VALUE);  // all that the simulator knows
-    const Kernel *kernel = function->kernel;
+    std::string name = function->name;
     Simulated simulated = function->simulated;
-    std::string parameters(static_cast<const char *>(arguments[0]), kernel->parameter_bytes);
+    std::string parameters(static_cast<const char *>(arguments[0]),
+                           function->kernel->parameter_bytes);
     give(*stream, {[=, &all] {
                        void *pointer = const_cast<char *>(parameters.data());
-                       if (!simulated.launch(kernel->name, grid_x, block_x, shared, &pointer)) return;
-                       std::fprintf(stderr, "%s: %s\n", kernel->name, simulated.error());
+                       if (!simulated.launch(name.c_str(), grid_x, block_x, shared, &pointer)) return;
+                       std::fprintf(stderr, "%s: %s\n", name.c_str(), simulated.error());
                        all.failed = LAUNCH_FAILED;
                    },
                    {}, true});

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tierkv_kernels import reference
-from tierkv_kernels.call import check_call
+from tierkv_kernels.call import Call, check_call
+from tierkv_kernels.cuda.backend import CudaBackend, cuda_backend
+from tierkv_kernels.cuda.limits import can_run
 from tierkv_kernels.errors import BackendUnavailable, require
 from tierkv_kernels.work import Plan
 
@@ -53,20 +57,21 @@ def paged_attention(
     softcap: ``c`` > 0: a score s becomes ``c * tanh(s / c)``.
     k_scale, v_scale: what the stored K and V are multiplied with.
     out: [T, Hq, D] like q, to be overwritten; None: a new tensor.
-    backend: "torch", or "auto" for the fastest that can run here. "cuda" and "cpu" are to come.
+    backend: "torch", "cuda", or "auto" for the fastest that can run here, which on CUDA tensors is
+        "cuda" if it takes their dtypes and shapes. "cpu" is to come.
 
     Returns ``(out, lse)``. lse is None unless ``return_lse``, then [T, Hq] float32: the natural log
     of the sum of exp(score). A query that sees no key gets out 0 and lse -inf.
 
-    Raises InvalidInput, BackendUnavailable.
+    Raises InvalidInput, BackendUnavailable; of "cuda" also CompileError, DriverError.
     """
     require(
         backend in ("auto", "torch", "cuda", "cpu"),
         f'backend: got {backend!r}, want "auto", "torch", "cuda" or "cpu"',
     )
-    if backend in ("cuda", "cpu"):
+    if backend == "cpu":
         raise BackendUnavailable(
-            f'backend: the "{backend}" kernel is not built yet; use "torch" or "auto"'
+            'backend: the "cpu" kernel is not built yet; use "torch" or "auto"'
         )
     call = check_call(
         q,
@@ -85,6 +90,29 @@ def paged_attention(
         out=out,
         return_lse=return_lse,
     )
+    cuda = _cuda_backend(call, backend)
     with torch.no_grad():
-        reference.run(call)
+        if cuda is not None:
+            cuda.run(call)
+        else:
+            reference.run(call)
     return call.out, call.lse
+
+
+def _cuda_backend(call: Call, backend: Backend) -> CudaBackend | None:
+    """That which this call is for; None: another. Raises BackendUnavailable."""
+    if backend == "cuda":
+        return cuda_backend()
+    if backend != "auto" or not call.q.is_cuda or not can_run(call):
+        return None
+    return _cuda_backend_if_there()
+
+
+@functools.cache
+def _cuda_backend_if_there() -> CudaBackend | None:
+    """Warns, once, if there is none."""
+    try:
+        return cuda_backend()
+    except BackendUnavailable as error:
+        warnings.warn(f"attention on CUDA runs on torch, slower: {error}", stacklevel=4)
+        return None

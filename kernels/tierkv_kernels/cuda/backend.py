@@ -18,7 +18,6 @@ from tierkv_kernels.cuda.driver import Driver
 from tierkv_kernels.cuda.geometry import THREADS, Geometry
 from tierkv_kernels.cuda.images import Images
 from tierkv_kernels.cuda.launches import PlanLaunches
-from tierkv_kernels.cuda.limits import check_limits
 from tierkv_kernels.cuda.nvrtc import Nvrtc
 from tierkv_kernels.errors import InvalidInput
 
@@ -38,7 +37,6 @@ class CudaBackend:
 
         Raises InvalidInput before any launch; CompileError, DriverError.
         """
-        check_limits(call)
         on_cpu = call.q.device.type == "cpu"
         device = self._device_of_cpu_tensors() if on_cpu else self._device(call.q.device.index)
         stream = DEFAULT_STREAM if on_cpu else torch.cuda.current_stream(call.q.device).cuda_stream

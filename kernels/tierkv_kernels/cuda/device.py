@@ -5,12 +5,9 @@ from __future__ import annotations
 import threading
 
 from tierkv_kernels.cuda import bindings
-from tierkv_kernels.cuda.driver import Driver, Function
+from tierkv_kernels.cuda.driver import Context, Driver, Function
 from tierkv_kernels.cuda.images import Images
 from tierkv_kernels.cuda.variants import Variant
-
-SHARED_BYTES_ALWAYS = 48 << 10
-"""More dynamic shared memory than this must be asked for."""
 
 
 class KernelDevice:
@@ -34,9 +31,7 @@ class KernelDevice:
             if function is None:
                 image = self._images.get(variant, self._arch)
                 with self.context:
-                    function = self.context.module(image).function(variant.name)
-                    if shared_bytes > SHARED_BYTES_ALWAYS:
-                        function.allow_shared(shared_bytes)
+                    function = _load(self.context, image, variant.name, shared_bytes)
                 self._functions[variant] = function
         return function
 
@@ -59,3 +54,15 @@ class KernelDevice:
                 function.module.close()
         self._functions.clear()
         self.context.close()
+
+
+def _load(context: Context, image: bytes, name: str, shared_bytes: int) -> Function:
+    module = context.module(image)
+    try:
+        function = module.function(name)
+        if shared_bytes:
+            function.allow_shared(shared_bytes)
+    except BaseException:
+        module.close()
+        raise
+    return function

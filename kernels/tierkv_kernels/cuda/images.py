@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tierkv_kernels.cuda.cache import KernelCache, key_of
-from tierkv_kernels.cuda.nvrtc import Compiled, Nvrtc, Source
+from tierkv_kernels.cuda.nvrtc import OPTIONS, Compiled, Nvrtc, Source
 from tierkv_kernels.cuda.variants import Variant
 
 SOURCES = Path(__file__).parent / "src"
@@ -61,11 +63,28 @@ class Images:
                 source.text,
                 *(part for header in sorted(source.headers.items()) for part in header),
                 variant.name,
+                *OPTIONS,
                 *options_of(variant),
                 arch,
                 f"{major}.{minor}",
             )
         )
+
+    def fill(self, variants: Iterable[Variant], arch: str, workers: int) -> Iterator[bool]:
+        """Put into the cache what it lacks; for each variant, in order, whether it was compiled.
+
+        workers: how many compile at once. Raises CompileError, and OSError for the cache.
+        """
+
+        def fill_one(variant: Variant) -> bool:
+            key = self.key(variant, arch)
+            if self.cache.get(key) is not None:
+                return False
+            self.cache.put(key, compile_variant(variant, arch, self.nvrtc).image)
+            return True
+
+        with ThreadPoolExecutor(workers) as pool:
+            yield from pool.map(fill_one, variants)
 
     def get(self, variant: Variant, arch: str) -> bytes:
         """The image for an arch, compiled if need be. Raises CompileError.

@@ -6,6 +6,8 @@ strides and no more.
 
 from __future__ import annotations
 
+from typing import NamedTuple, Protocol
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -13,14 +15,36 @@ from torch import Tensor
 
 from tierkv_kernels.call import FP8, Call
 from tierkv_kernels.cuda import variants
-from tierkv_kernels.cuda.device import KernelDevice
-from tierkv_kernels.cuda.driver import arguments_of
+from tierkv_kernels.cuda.driver import Arguments, arguments_of
 from tierkv_kernels.cuda.geometry import THREADS, Geometry, row_warps
+from tierkv_kernels.cuda.limits import ROW_BYTES, check_limits
 from tierkv_kernels.cuda.params import AttentionParams, MergeParams
+from tierkv_kernels.cuda.variants import Variant
 from tierkv_kernels.errors import require
 from tierkv_kernels.work import Plan
 
 GRID_MAX = 2**31 - 1
+
+
+class Kernel(Protocol):
+    """A loaded kernel, such as ``driver.Function``."""
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        stream: int,
+        arguments: Arguments,
+    ) -> None:
+        """As ``driver.Function.launch``."""
+
+
+class Loader(Protocol):
+    """What loads kernels, such as ``device.KernelDevice``."""
+
+    def function(self, variant: Variant, shared_bytes: int = 0) -> Kernel:
+        """As ``device.KernelDevice.function``."""
 
 
 class PlanLaunches:
@@ -29,8 +53,10 @@ class PlanLaunches:
     What it keeps may be used on that stream alone.
     """
 
-    def __init__(self, call: Call, device: KernelDevice) -> None:
+    def __init__(self, call: Call, device: Loader) -> None:
         """Compiles and loads what is missing. Raises InvalidInput, CompileError, DriverError."""
+        check_limits(call)
+        self._form: tuple[object, ...] | None = None
         plan, q = call.plan, call.q
         partial_shape = (plan.num_partials, *q.shape[1:])
         self._partial_out = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
@@ -44,11 +70,62 @@ class PlanLaunches:
             self._merge = _MergeLaunch(call, device, self._partial_out, self._partial_lse)
 
     def run(self, call: Call, stream: int) -> None:
-        """stream: the handle. The context must be current. Raises DriverError."""
+        """stream: the handle. The context must be current.
+
+        Raises InvalidInput before any launch, DriverError.
+        """
+        form = _form(call)
+        addresses = _Addresses(
+            q=call.q.data_ptr(),
+            k_cache=call.k_cache.data_ptr(),
+            v_cache=call.v_cache.data_ptr(),
+            block_table=call.block_table.data_ptr(),
+            out=call.out.data_ptr(),
+            lse=0 if call.lse is None else call.lse.data_ptr(),
+        )
+        if form != self._form or addresses.are_odd():
+            check_limits(call)
+            self._set_form(call)
+            self._form = form
         for launch in self._attention:
-            launch.run(call, stream)
+            launch.run(addresses, stream)
         if self._merge:
-            self._merge.run(call, stream)
+            self._merge.run(addresses, stream)
+
+    def _set_form(self, call: Call) -> None:
+        for launch in self._attention:
+            launch.set_form(call)
+        if self._merge:
+            self._merge.set_form(call)
+
+
+class _Addresses(NamedTuple):
+    """What differs from layer to layer; of lse 0 if nobody wants it."""
+
+    q: int
+    k_cache: int
+    v_cache: int
+    block_table: int
+    out: int
+    lse: int
+
+    def are_odd(self) -> bool:
+        """Whether one is not as ``check_limits`` wants it."""
+        return (self.q | self.k_cache | self.v_cache | self.out) % ROW_BYTES != 0
+
+
+def _form(call: Call) -> tuple[object, ...]:
+    """What is most often the same from layer to layer, and is checked and set when it is not."""
+    return (
+        call.q.stride(),
+        call.k_cache.stride(),
+        call.v_cache.stride(),
+        call.block_table.stride(),
+        call.out.stride(),
+        call.score_scale,
+        call.softcap,
+        call.v_scale,
+    )
 
 
 def _by_row_warps(plan: Plan) -> list[tuple[int, npt.NDArray[np.void]]]:
@@ -67,7 +144,7 @@ class _AttentionLaunch:
     def __init__(
         self,
         call: Call,
-        device: KernelDevice,
+        device: Loader,
         warps: int,
         records: npt.NDArray[np.void],
         partial_out: Tensor,
@@ -105,14 +182,8 @@ class _AttentionLaunch:
         )
         self._arguments = arguments_of(self._params)
 
-    def run(self, call: Call, stream: int) -> None:
+    def set_form(self, call: Call) -> None:
         params = self._params
-        params.q = call.q.data_ptr()
-        params.k_cache = call.k_cache.data_ptr()
-        params.v_cache = call.v_cache.data_ptr()
-        params.block_table = call.block_table.data_ptr()
-        params.out = call.out.data_ptr()
-        params.lse = 0 if call.lse is None else call.lse.data_ptr()
         params.q_token_stride, params.q_head_stride, _ = call.q.stride()
         params.k_block_stride, params.k_token_stride, params.k_head_stride, _ = (
             call.k_cache.stride()
@@ -125,12 +196,18 @@ class _AttentionLaunch:
         params.score_scale = call.score_scale
         params.softcap = call.softcap
         params.v_scale = call.v_scale
+
+    def run(self, addresses: _Addresses, stream: int) -> None:
+        params = self._params
+        params.q, params.k_cache, params.v_cache, params.block_table, params.out, params.lse = (
+            addresses
+        )
         self._function.launch(self._grid, THREADS, self._shared_bytes, stream, self._arguments)
 
 
 class _MergeLaunch:
     def __init__(
-        self, call: Call, device: KernelDevice, partial_out: Tensor, partial_lse: Tensor
+        self, call: Call, device: Loader, partial_out: Tensor, partial_lse: Tensor
     ) -> None:
         plan = call.plan
         arrays = (plan.merge_tokens, plan.merge_indptr, plan.merge_rows)
@@ -151,9 +228,9 @@ class _MergeLaunch:
         )
         self._arguments = arguments_of(self._params)
 
-    def run(self, call: Call, stream: int) -> None:
-        params = self._params
-        params.out = call.out.data_ptr()
-        params.lse = 0 if call.lse is None else call.lse.data_ptr()
-        params.out_token_stride, params.out_head_stride, _ = call.out.stride()
+    def set_form(self, call: Call) -> None:
+        self._params.out_token_stride, self._params.out_head_stride, _ = call.out.stride()
+
+    def run(self, addresses: _Addresses, stream: int) -> None:
+        self._params.out, self._params.lse = addresses.out, addresses.lse
         self._function.launch(self._grid, THREADS, 0, stream, self._arguments)

@@ -15,6 +15,15 @@ ROW_BYTES = 16
 """Rows of head_dim elements begin at multiples of it: that much is copied at once."""
 
 
+def can_run(call: Call) -> bool:
+    """Whether ``check_limits`` finds nothing."""
+    try:
+        check_limits(call)
+    except InvalidInput:
+        return False
+    return True
+
+
 def check_limits(call: Call) -> None:
     """Raises InvalidInput, which names the argument."""
     if call.q.dtype not in DTYPES:

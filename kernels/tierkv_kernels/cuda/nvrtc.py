@@ -23,6 +23,9 @@ VARIABLE = "TIERKV_LIBNVRTC"
 MAJORS = (13, 12)
 """Versions that are known to work, the newest first."""
 
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
+"""Of every compilation: there is no host code, and the log tells registers and spills."""
+
 _PROGRAM = c_void_p
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "nvrtcVersion": (POINTER(c_int), POINTER(c_int)),
@@ -163,9 +166,7 @@ class Nvrtc:
             names,
         )
         try:
-            given = _strings(
-                (f"--gpu-architecture={target}", "--std=c++17", "--ptxas-options=-v", *options)
-            )
+            given = _strings((f"--gpu-architecture={target}", *OPTIONS, *options))
             code = self._library.nvrtcCompileProgram(program, len(given), given)
             log = self._text(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
             if code:

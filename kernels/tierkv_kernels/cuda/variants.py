@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tierkv_kernels.cuda.geometry import row_warps
@@ -44,10 +44,10 @@ def move() -> Variant:
     return Variant("move_pieces", "move_pieces")
 
 
-def all_variants() -> Iterator[Variant]:
-    """Those of HEAD_DIMS, each as decode and as extend want it."""
+def variants_for(head_dims: Iterable[int] = HEAD_DIMS) -> Iterator[Variant]:
+    """All that calls with these head dimensions may need."""
     yield move()
-    for head_dim in HEAD_DIMS:
+    for head_dim in head_dims:
         for bf16 in (True, False):
             yield merge(bf16=bf16, head_dim=head_dim)
             for kv_fp8 in (False, True):
