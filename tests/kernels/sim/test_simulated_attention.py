@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention_batches import FP8, Shape, check_output, make_batch, shapes
+from attention_cases import CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tierkv_kernels import plan
@@ -23,28 +24,6 @@ BASE = Shape(
     dtype=torch.bfloat16,
 )
 BEFORE_SM_89 = ("-DTKV_HAS_E4M3=0",)
-
-CASES: dict[str, dict[str, Any]] = {
-    "decode": {"lengths": ((1, 1), (64, 1), (65, 1), (300, 1))},
-    "window": {"window": 20},
-    "window of one key": {"window": 0},
-    "soft cap": {"softcap": 2.0},
-    "wide soft cap": {"softcap": 500.0},
-    "not causal": {"causal": False},
-    "window, not causal": {"causal": False, "window": 5},
-    "one head": {"kv_heads": 1, "group": 1},
-    "group of 5": {"group": 5},
-    "group of 17": {"kv_heads": 1, "group": 17},
-    "group of 32, extend": {"kv_heads": 1, "group": 32, "lengths": ((40, 7),)},
-    "heads first": {"layout": "hnd"},
-    "layer of a pool": {"layout": "pool nhd"},
-    "layer of a pool, heads first": {"layout": "pool hnd"},
-    "blocks of one token": {"block_size": 1},
-    "blocks of 21 tokens": {"block_size": 21},
-    "blocks of 128 tokens": {"block_size": 128},
-    "a long extend": {"lengths": ((150, 70), (200, 200))},
-    "a window across row tiles": {"lengths": ((150, 70),), "window": 30},
-}
 
 
 def run(
