@@ -38,12 +38,14 @@ class SequenceCache(KVCache, Protocol):
 class PooledKV:
     """KV in tierkv and nowhere else: written into its pool, attended to where it lies.
 
-    ``namespace`` is ``cache.namespace(model.spec())`` of a connected ``tierkv`` client. One object
+    ``namespace`` is ``cache.namespace(model.spec())`` of a connected ``tierkv`` client. ``where``
+    attention is computed: in this process ("worker") or in the daemon's ("daemon"). One object
     serves one sequence at a time.
     """
 
-    def __init__(self, namespace: Any) -> None:
+    def __init__(self, namespace: Any, where: str = "worker") -> None:
         self._namespace = namespace
+        self._where = where
         self._sequence: Any = None
         self._tokens = 0
 
@@ -64,7 +66,10 @@ class PooledKV:
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Paged attention on the pool: no K or V is gathered or copied."""
         out: Tensor = self._namespace.attention(
-            layer, q, [self._sequence], seq_lens=[self._tokens], q_indptr=[0, len(q)]
+            *(layer, q, [self._sequence]),
+            seq_lens=[self._tokens],
+            q_indptr=[0, len(q)],
+            where=self._where,
         )
         return out
 

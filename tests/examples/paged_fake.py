@@ -74,10 +74,12 @@ class FakeNamespace:
         *,
         seq_lens: list[int],
         q_indptr: list[int],
+        where: str,
     ) -> Tensor:
         """Softmax attention of one sequence's last rows, written out in double precision."""
         (sequence,), (length,) = sequences, seq_lens
         assert q_indptr == [0, len(q)]
+        assert where == "worker"
         self.query_rows += len(q)
         kv = self.memory[sequence.block_table, layer].transpose(0, 1).flatten(1, 2)[:, :length]
         group = q.shape[1] // self.spec.kv_heads

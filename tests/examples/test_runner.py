@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from examples.generate import DenseKV, PooledKV, extend, generate, prefill
 from examples.llama import Llama
 from examples.smollm2 import CONFIG, TINY_CONFIG, random_model
 from tests.examples.paged_fake import namespace_for
+from tests.service.running import running
 from tierkv.errors import InvalidArgument, InvariantViolation
 
 
@@ -63,6 +65,20 @@ def test_tokens_do_not_depend_on_where_the_kv_lies(model: Llama, block_tokens: i
     ids = prompt(33)
     dense = run(model, DenseKV(model, 100), ids)
     assert run(model, PooledKV(namespace_for(model, block_tokens)), ids) == dense
+
+
+def test_tokens_do_not_depend_on_who_computes_attention(model: Llama) -> None:
+    """Prefill, extension of a cached prefix, and decoding, all over blocks of a real daemon."""
+    document, question = prompt(80), prompt(19, seed=1)
+    dense = run(model, DenseKV(model, 200), document + question)
+    with running({"device.bytes": "64MiB"}) as daemon, daemon.connect() as client:
+        for where in ("worker", "daemon"):
+            spec = msgspec.structs.replace(model.spec(), salt=where)
+            kv = PooledKV(client.namespace(spec), where)
+            run(model, kv, document, 1)
+            warm = generate(model, kv, document + question, 24, stop_at_end=False)
+            assert warm.cached_tokens == 80
+            assert warm.tokens == dense
 
 
 def test_cached_prefix_is_not_computed_again(model: Llama) -> None:
