@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from tierkv_kernels.cuda.cache import KernelCache, key_of
 from tierkv_kernels.cuda.nvrtc import OPTIONS, Compiled, Nvrtc, Source
 from tierkv_kernels.cuda.variants import Variant
+from tierkv_kernels.errors import CompileError
 
 SOURCES = Path(__file__).parent / "src"
 
@@ -21,6 +23,9 @@ FILE_OF = {
     "write_kv": "write_kv.cu",
 }
 """Of each kernel."""
+
+OLDEST = 80
+"""Compute capability with the asynchronous copies and bfloat16 products that they are made of."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +49,9 @@ def options_of(variant: Variant) -> list[str]:
 
 def compile_variant(variant: Variant, arch: str, nvrtc: Nvrtc) -> Compiled:
     """Compile it, whatever the cache has. Raises CompileError."""
+    number = re.fullmatch(r"sm_(\d+)[af]?", arch)
+    if number and int(number[1]) < OLDEST:
+        raise CompileError(f"{arch} is too old: the kernels need sm_{OLDEST} or newer")
     return nvrtc.compile(source_of(variant), arch, options_of(variant))
 
 
