@@ -30,6 +30,10 @@ SANITIZED = (
 )
 
 
+class CannotCompile(Exception):
+    """What the compiler says."""
+
+
 def compiler() -> list[str] | None:
     """$CXX, else g++; None where there is none."""
     command = shlex.split(os.environ.get("CXX") or "g++")
@@ -61,9 +65,13 @@ def library_of(
     sources: Path = SOURCES,
 ) -> Path:
     """The library of a file of kernels."""
-    flags = (*FLAGS, *options, f"-I{sources}", f"-I{SIMULATOR}")
-    objects = [_compiled(SIMULATOR / name, flags, sources) for name in ("cusim.cc", "numbers.cc")]
-    objects.append(_compiled(kernel, (*flags, *KERNEL_FLAGS, *macros), sources))
+    flags = (*FLAGS, *options, f"-I{SIMULATOR}")
+    machine = [
+        _compiled(SIMULATOR / name, (*flags, f"-I{SOURCES}"), SOURCES)
+        for name in ("cusim.cc", "numbers.cc")
+    ]
+    own = (*flags, f"-I{sources}", *KERNEL_FLAGS, *macros)
+    objects = [*machine, _compiled(kernel, own, sources)]
     return _made("so", ["-shared", *options, *map(str, objects)], objects)
 
 
@@ -90,6 +98,7 @@ def _made(kind: str, arguments: Sequence[str], inputs: Sequence[Path]) -> Path:
                 text=True,
                 check=False,
             )
-            assert done.returncode == 0, done.stderr
+            if done.returncode:
+                raise CannotCompile(done.stderr)
             fresh.replace(made)
     return made

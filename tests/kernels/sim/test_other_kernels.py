@@ -11,6 +11,7 @@ import torch
 from attention_batches import FP8
 from tierkv_kernels.cuda import variants
 from tierkv_kernels.cuda.driver import arguments_of
+from tierkv_kernels.cuda.images import SOURCES
 from tierkv_kernels.cuda.params import MergeParams, MoveParams, MovePiece, WriteParams
 
 from tests.kernels.sim.build import compiler, library_of
@@ -80,6 +81,10 @@ PIECES = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pieces", PIECES)
 def test_pieces_arrive_and_nothing_beside_them_changes(pieces: str, schedule: str) -> None:
+    check_moves(pieces, SimulatedDevice(schedule))
+
+
+def check_moves(pieces: str, device: SimulatedDevice) -> None:
     random = np.random.default_rng(3)
     chosen = PIECES[pieces]
     room = sum(count + 64 for count, _, _ in chosen)
@@ -98,7 +103,7 @@ def test_pieces_arrive_and_nothing_beside_them_changes(pieces: str, schedule: st
         begin += -(-(count + 32) // 16) * 16
     spans = max(1, -(-max(count for count, _, _ in chosen) // SPAN_BYTES))
     params = MoveParams(ctypes.addressof(listed), len(chosen), spans)
-    function = SimulatedDevice(schedule).function(variants.move())
+    function = device.function(variants.move())
     function.launch((len(chosen) * spans, 1, 1), MOVE_THREADS, 0, 0, arguments_of(params))
     assert np.array_equal(target, want)
 
@@ -157,17 +162,27 @@ def test_new_tokens_are_stored_in_their_slots(
 
 @pytest.mark.parametrize("macros", [(), BEFORE_SM_89])
 def test_every_float8_is_widened_as_it_should_be(macros: tuple[str, ...]) -> None:
+    check_widening(macros)
+
+
+@pytest.mark.parametrize("macros", [(), BEFORE_SM_89])
+def test_floats_are_narrowed_to_the_nearest_float8(macros: tuple[str, ...]) -> None:
+    check_narrowing(macros)
+
+
+def check_widening(macros: tuple[str, ...], sources: Path = SOURCES) -> None:
     stored = torch.arange(256, dtype=torch.uint8).view(FP8)
     for name, dtype in (("widen_to_f16", torch.float16), ("widen_to_bf16", torch.bfloat16)):
-        got = _convert(name, stored.view(torch.uint8), torch.empty(256, dtype=dtype), macros)
+        got = _convert(
+            name, stored.view(torch.uint8), torch.empty(256, dtype=dtype), macros, sources
+        )
         want = stored.to(dtype)
         assert torch.equal(got.isnan(), want.isnan())
         assert torch.equal(got.isnan(), torch.arange(256) % 128 == 127)
         assert torch.equal(got.nan_to_num().view(torch.int16), want.nan_to_num().view(torch.int16))
 
 
-@pytest.mark.parametrize("macros", [(), BEFORE_SM_89])
-def test_floats_are_narrowed_to_the_nearest_float8(macros: tuple[str, ...]) -> None:
+def check_narrowing(macros: tuple[str, ...], sources: Path = SOURCES) -> None:
     every = torch.arange(256, dtype=torch.uint8).view(FP8).float()
     every = every[every.isfinite()].sort().values
     halfway = (every[1:] + every[:-1]) / 2
@@ -175,13 +190,13 @@ def test_floats_are_narrowed_to_the_nearest_float8(macros: tuple[str, ...]) -> N
     special = torch.tensor([0.0, -0.0, 447.9, 449.0, 464.0, 1e30, -1e30, torch.inf, -torch.inf])
     values = torch.cat((every, halfway, *beside, special, torch.tensor([torch.nan])))
     values = torch.cat((values, torch.zeros(-len(values) % 256)))
-    got = _convert("narrow", values, torch.empty(len(values), dtype=torch.uint8), macros)
+    got = _convert("narrow", values, torch.empty(len(values), dtype=torch.uint8), macros, sources)
     want = values.clamp(-448, 448).to(FP8)
     assert torch.equal(got, want.view(torch.uint8))
 
 
 def _convert(
-    name: str, values: torch.Tensor, out: torch.Tensor, macros: tuple[str, ...]
+    name: str, values: torch.Tensor, out: torch.Tensor, macros: tuple[str, ...], sources: Path
 ) -> torch.Tensor:
     """Each value by a thread of its own."""
 
@@ -189,6 +204,8 @@ def _convert(
         _fields_ = (("source", ctypes.c_uint64), ("target", ctypes.c_uint64))
 
     params = Params(values.data_ptr(), out.data_ptr())
-    function = Simulated(library_of(CONVERSIONS, macros=macros), name, "ring", seed=1)
+    function = Simulated(
+        library_of(CONVERSIONS, macros=macros, sources=sources), name, "ring", seed=1
+    )
     function.launch((len(values) // 256, 1, 1), 256, 0, 0, arguments_of(params))
     return out

@@ -487,7 +487,7 @@ TKV_KERNEL(paged_attention, AttentionParams, THREADS, DIM > 128 ? 2 : 3) {
   Output output;
   for (int tile = 0; tile < tiles; ++tile) {
     dev::copy_wait<STAGES - 2>();
-    dev::block_sync();  // this tile is there for all, and nobody needs the one before it any more
+    dev::block_sync();  // for all this tile is there, and the one before it is done with
     fetch_tile(params, shared, tile + STAGES - 1);
     dev::copy_commit();
     const int block = finder.ask(params, tile + STAGES);
