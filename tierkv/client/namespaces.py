@@ -21,7 +21,7 @@ from tierkv.client.sequences import (
 from tierkv.client.stock import Piece, Stock
 from tierkv.client.tokens import TokenIds, token_array
 from tierkv.client.uses import Uses
-from tierkv.core.ids import U8, U32, U64
+from tierkv.core.ids import I32, U8, U32, U64
 from tierkv.core.prefix import HASH_BYTES, extra_digests
 from tierkv.core.spec import DTYPE_BYTES, KVSpec
 from tierkv.errors import InvalidArgument, InvariantViolation, LimitExceeded, ProtocolError
@@ -50,10 +50,14 @@ NO_EXTRAS: U64 = np.empty(0, np.uint64)
 
 
 class AttendPlan(NamedTuple):
-    """One paged attention: everything but the query. ``seq_lens`` u32 [n], ``q_indptr`` [n + 1]."""
+    """One paged attention: everything but the query.
+
+    ``tables`` i32 [n, longest], ``seq_lens`` u32 [n], ``q_indptr`` u32 [n + 1].
+    """
 
     layer: int
     sequences: list[SequenceCore]
+    tables: I32
     seq_lens: U32
     q_indptr: U32
     q_heads: int

@@ -113,13 +113,12 @@ class PagedPool:
     def attend(self, layer: int, q: torch.Tensor, plan: AttendPlan) -> torch.Tensor:
         """Paged attention in this process."""
         pair = self.layer(layer)
-        tables, lens = self.block_tables(plan.sequences, plan.seq_lens.tolist())
         out, _ = tierkv_kernels.paged_attention(
             q,
             pair[:, 0],
             pair[:, 1],
-            tables.to(q.device),
-            lens.to(q.device),
+            torch.from_numpy(plan.tables).to(q.device),
+            torch.from_numpy(plan.seq_lens.astype(np.int32)).to(q.device),
             q_indptr=torch.from_numpy(plan.q_indptr.astype(np.int32)).to(q.device),
             plan=self._kernel_plan(plan),
             scale=plan.scale or None,
@@ -199,10 +198,11 @@ class PagedPool:
             )
         if any(later < earlier for earlier, later in itertools.pairwise(rows)):
             raise InvalidArgument(f"q_indptr is {rows}; it must not fall")
-        _, lens = self.block_tables(sequences, seq_lens)
+        tables, lens = self.block_tables(sequences, seq_lens)
         return AttendPlan(
             layer,
             list(sequences),
+            tables.numpy(),
             lens.numpy().astype(np.uint32),
             np.array(rows, np.uint32),
             q.shape[1],
