@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_batches import FP8, Batch, Shape, check_output, make_batch
-from tierkv_kernels import InvalidInput, Plan, plan
+from attention_cases import CASES, FP8, Batch, Shape, check_output, make_batch
+from tierkv_kernels import InvalidInput, Plan, attention, plan
 from tierkv_kernels.call import Call, check_call
 from tierkv_kernels.cuda import bindings, variants
 from tierkv_kernels.cuda.backend import CudaBackend
@@ -34,15 +34,6 @@ MIXED = Shape(
     dtype=torch.bfloat16,
 )
 FLOAT8 = dataclasses.replace(MIXED, head_dim=80, dtype=torch.float16, kv_dtype=FP8)
-SHAPES = (
-    DECODE,
-    MIXED,
-    FLOAT8,
-    dataclasses.replace(DECODE, lengths=((300, 1), (41, 1)), group=17, block_size=5),
-    dataclasses.replace(MIXED, layout="pool hnd", window=31, softcap=30.0, block_size=16),
-    dataclasses.replace(MIXED, layout="pool nhd", causal=False, kv_heads=1, group=5),
-    dataclasses.replace(FLOAT8, layout="hnd", window=9, block_size=1),
-)
 VARIANTS = [
     variant
     for bf16, kv_fp8, head_dim in ((True, False, 64), (False, True, 80))
@@ -106,15 +97,19 @@ def run(backend: CudaBackend, batch: Batch, work: Plan | None = None, **changes:
     return call
 
 
-@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_each_case(case: str, backend: CudaBackend) -> None:
+    shape = dataclasses.replace(MIXED, **CASES[case])
+    work = plan(shape.seq_lens, shape.q_lens, **shape.geometry, **shape.mask, split=32)
+    run(backend, make_batch(shape), work)
+
+
 @pytest.mark.parametrize("split", [0, 32])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_any_batch_matches_the_definition(
-    shape: Shape, split: int, return_lse: bool, backend: CudaBackend
-) -> None:
-    batch = make_batch(shape)
-    work = plan(shape.seq_lens, shape.q_lens, **shape.geometry, **shape.mask, split=split)
-    for _ in range(2):  # as for two layers
+@pytest.mark.parametrize("shape", [DECODE, MIXED, FLOAT8])
+def test_two_layers_with_one_plan(shape: Shape, split: int, backend: CudaBackend) -> None:
+    work = plan(shape.seq_lens, shape.q_lens, **shape.geometry, split=split)
+    for layer, return_lse in enumerate((True, False)):
+        batch = make_batch(dataclasses.replace(shape, seed=layer))
         run(backend, batch, work, return_lse=return_lse)
 
 
@@ -308,6 +303,16 @@ def test_a_kernel_that_does_not_compile_says_so(
         images.get(VARIANTS[1], "sm_90")
 
 
+def test_a_process_without_cuda_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERKV_LIBCUDA", "/nowhere/libcuda.so.1")
+    find = attention._cuda_backend_if_there
+    find.cache_clear()
+    with pytest.warns(UserWarning, match="attention on CUDA runs on torch, slower: no CUDA driver"):
+        assert find() is None
+    assert find() is None
+    find.cache_clear()
+
+
 def test_workers_of_a_device(backend: CudaBackend) -> None:
     workers = backend.num_workers(torch.device("cpu"), 64)
     assert workers % 132 == 0
@@ -320,7 +325,7 @@ def test_a_process_of_its_own_picks_all_by_itself(
     code = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
         "import torch\n"
-        "from attention_batches import Shape, check_output, make_batch\n"
+        "from attention_cases import Shape, check_output, make_batch\n"
         "from tierkv_kernels import paged_attention\n"
         "shape = Shape(lengths=((70, 1), (33, 9)), head_dim=64, dtype=torch.bfloat16)\n"
         "batch = make_batch(shape)\n"
