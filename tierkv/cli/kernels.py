@@ -15,8 +15,6 @@ from tierkv.cli.render import Row, print_json, print_table
 from tierkv.errors import TierkvError
 from tierkv.units import about_bytes
 
-HEAD_DIM_STEP = 16
-
 
 @click.group(no_args_is_help=False)
 def kernels() -> None:
@@ -44,9 +42,12 @@ def info(as_json: bool) -> None:
 
 
 def _check_head_dims(_: object, __: object, head_dims: Sequence[int]) -> Sequence[int]:
+    from tierkv_kernels.cuda.variants import HEAD_DIMS_TAKEN
+
     for head_dim in head_dims:
-        if head_dim % HEAD_DIM_STEP:
-            raise click.BadParameter(f"{head_dim} is not a multiple of {HEAD_DIM_STEP}")
+        if head_dim not in HEAD_DIMS_TAKEN:
+            known = ", ".join(map(str, HEAD_DIMS_TAKEN))
+            raise click.BadParameter(f"{head_dim} is not one of {known}")
     return head_dims
 
 
@@ -62,7 +63,7 @@ def _check_head_dims(_: object, __: object, head_dims: Sequence[int]) -> Sequenc
     "--head-dim",
     "head_dims",
     multiple=True,
-    type=click.IntRange(16, 256),
+    type=int,
     metavar="D",
     callback=_check_head_dims,
     help="Only kernels for this head dimension; may be given several times.",

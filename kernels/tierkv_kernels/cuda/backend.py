@@ -38,7 +38,7 @@ class CudaBackend:
         Raises InvalidInput before any launch; CompileError, DriverError.
         """
         on_cpu = call.q.device.type == "cpu"
-        device = self._device_of_cpu_tensors() if on_cpu else self._device(call.q.device.index)
+        device = self._device_of(call.q.device)
         stream = DEFAULT_STREAM if on_cpu else torch.cuda.current_stream(call.q.device).cuda_stream
         launches = _launches(call, device, stream)
         if device.context.is_current():
@@ -55,9 +55,8 @@ class CudaBackend:
         variant = variants.attention(
             bf16=True, kv_fp8=kv_bytes == 1, head_dim=head_dim, row_warps=1
         )
-        return self._device(device.index or 0).resident_blocks(
-            variant, THREADS, geometry.shared_bytes
-        )
+        kernel_device = self._device_of(device)
+        return kernel_device.resident_blocks(variant, THREADS, geometry.shared_bytes)
 
     def close(self) -> None:
         """Give the devices back; nothing may run on them any more."""
@@ -65,17 +64,19 @@ class CudaBackend:
             device.close()
         self._devices.clear()
 
+    def _device_of(self, device: torch.device) -> KernelDevice:
+        if device.type == "cpu":
+            kernel_device = self._device(0)
+            if not kernel_device.device.attribute(bindings.PAGEABLE_MEMORY_ACCESS):
+                raise InvalidInput('q: got device cpu, want cuda for backend="cuda"')
+            return kernel_device
+        return self._device(torch.cuda.current_device() if device.index is None else device.index)
+
     def _device(self, ordinal: int) -> KernelDevice:
         with self._taking_up:
             if ordinal not in self._devices:
                 self._devices[ordinal] = KernelDevice(self._driver, ordinal, self._images)
             return self._devices[ordinal]
-
-    def _device_of_cpu_tensors(self) -> KernelDevice:
-        device = self._device(0)
-        if not device.device.attribute(bindings.PAGEABLE_MEMORY_ACCESS):
-            raise InvalidInput('q: got device cpu, want cuda for backend="cuda"')
-        return device
 
 
 @functools.cache

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from tierkv_kernels.call import Call
+from tierkv_kernels.cuda.variants import HEAD_DIMS_TAKEN
 from tierkv_kernels.errors import InvalidInput
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIM_STEP = 16
-HEAD_DIM_MAX = 256
 ROW_BYTES = 16
 """Rows of head_dim elements begin at multiples of it: that much is copied at once."""
 
@@ -29,10 +28,10 @@ def check_limits(call: Call) -> None:
     if call.q.dtype not in DTYPES:
         raise InvalidInput(f"q: got {call.q.dtype}, the CUDA kernel wants float16 or bfloat16")
     head_dim = call.q.shape[2]
-    if head_dim % HEAD_DIM_STEP or head_dim > HEAD_DIM_MAX:
+    if head_dim not in HEAD_DIMS_TAKEN:
         raise InvalidInput(
-            f"q: got head_dim {head_dim}, the CUDA kernel wants a multiple of {HEAD_DIM_STEP} "
-            f"up to {HEAD_DIM_MAX}"
+            f"q: got head_dim {head_dim}, "
+            f"the CUDA kernel wants one of {', '.join(map(str, HEAD_DIMS_TAKEN))}"
         )
     _check_rows("q", call.q)
     _check_rows("k_cache", call.k_cache)

@@ -91,10 +91,13 @@ def candidates(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
     if asked := environ.get(VARIABLE):
         yield asked
         return
+    majors = list(MAJORS)
     cuda_of_torch = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
     if cuda_of_torch:
-        yield f"libnvrtc.so.{cuda_of_torch.partition('.')[0]}"
-    for major in MAJORS:
+        # What a newer one makes may be too new for the driver that goes with this torch.
+        majors.insert(0, int(cuda_of_torch.partition(".")[0]))
+        yield f"libnvrtc.so.{majors[0]}"
+    for major in dict.fromkeys(majors):
         name = f"libnvrtc.so.{major}"
         for folder in sys.path:
             yield from sorted(map(str, Path(folder, "nvidia").glob(f"*/lib/{name}")))

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from tierkv_kernels.cuda.geometry import row_warps
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
-"""Those of the models there are. The kernels take any multiple of 16 up to 256."""
+"""Those of the models there are."""
+
+HEAD_DIMS_TAKEN = (*range(16, 129, 16), *range(160, 257, 32))
+"""All that the kernels can be compiled for."""
 
 Macros = tuple[tuple[str, int], ...]
 

@@ -194,8 +194,9 @@ def test_bad_tensors_are_named_before_any_launch(
     ("message", "change"),
     [
         ("q: got torch.float32, the CUDA kernel wants", {"dtype": torch.float32}),
-        ("q: got head_dim 72, the CUDA kernel wants a multiple of 16 up to", {"head_dim": 72}),
-        ("q: got head_dim 272", {"head_dim": 272}),
+        ("q: got head_dim 72, the CUDA kernel wants one of 16, 32, 48,", {"head_dim": 72}),
+        ("q: got head_dim 144", {"head_dim": 144}),
+        ("q: got head_dim 288", {"head_dim": 288}),
     ],
 )
 def test_what_the_kernel_does_not_do_is_named(

@@ -6,6 +6,7 @@ import ctypes.util
 from pathlib import Path
 
 import pytest
+import torch
 from tierkv_kernels import BackendUnavailable
 from tierkv_kernels.cuda.nvrtc import VARIABLE, Compiled, Nvrtc, Source, Usage, candidates
 from tierkv_kernels.errors import CompileError
@@ -78,6 +79,7 @@ def test_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     library.parent.mkdir(parents=True)
     library.touch()
     monkeypatch.setattr("sys.path", [str(wheel)])
+    monkeypatch.setattr(torch.version, "cuda", None)
     assert list(candidates({"CUDA_HOME": "/cuda"})) == [
         str(library),
         "/cuda/lib64/libnvrtc.so.13",
@@ -89,10 +91,9 @@ def test_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_that_of_a_cuda_build_of_torch_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert next(candidates({})) == "libnvrtc.so.12"
+    monkeypatch.setattr("sys.path", [])
+    assert list(candidates({})) == ["libnvrtc.so.12", "libnvrtc.so.12", "libnvrtc.so.13"]
 
 
 def test_what_is_asked_for_is_not_replaced() -> None:
