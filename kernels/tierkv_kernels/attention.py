@@ -11,8 +11,10 @@ from torch import Tensor
 
 from tierkv_kernels import reference
 from tierkv_kernels.call import Call, check_call
+from tierkv_kernels.cpu import Kernel, default_kernel
+from tierkv_kernels.cpu import kernel as cpu
+from tierkv_kernels.cuda import limits as cuda
 from tierkv_kernels.cuda.backend import CudaBackend, cuda_backend
-from tierkv_kernels.cuda.limits import can_run
 from tierkv_kernels.errors import BackendUnavailable, require
 from tierkv_kernels.work import Plan
 
@@ -57,8 +59,8 @@ def paged_attention(
     softcap: ``c`` > 0: a score s becomes ``c * tanh(s / c)``.
     k_scale, v_scale: what the stored K and V are multiplied with.
     out: [T, Hq, D] like q, to be overwritten; None: a new tensor.
-    backend: "torch", "cuda", or "auto" for the fastest that can run here, which on CUDA tensors is
-        "cuda" if it takes their dtypes and shapes. "cpu" is to come.
+    backend: "torch", "cuda", "cpu", or "auto" for the fastest that can run here, on CUDA tensors
+        "cuda", on CPU tensors "cpu", where it takes their dtypes and shapes; else "torch".
 
     Returns ``(out, lse)``. lse is None unless ``return_lse``, then [T, Hq] float32: the natural log
     of the sum of exp(score). A query that sees no key gets out 0 and lse -inf.
@@ -69,10 +71,8 @@ def paged_attention(
         backend in ("auto", "torch", "cuda", "cpu"),
         f'backend: got {backend!r}, want "auto", "torch", "cuda" or "cpu"',
     )
-    if backend == "cpu":
-        raise BackendUnavailable(
-            'backend: the "cpu" kernel is not built yet; use "torch" or "auto"'
-        )
+    if backend == "cpu" and q.device.type != "cpu":
+        raise BackendUnavailable(f'backend: "cpu" takes CPU tensors, got q on {q.device}')
     call = check_call(
         q,
         k_cache,
@@ -90,22 +90,26 @@ def paged_attention(
         out=out,
         return_lse=return_lse,
     )
-    cuda = _cuda_backend(call, backend)
+    kernel = _kernel(call, backend)
     with torch.no_grad():
-        if cuda is not None:
-            cuda.run(call)
+        if kernel is not None:
+            kernel.run(call)
         else:
             reference.run(call)
     return call.out, call.lse
 
 
-def _cuda_backend(call: Call, backend: Backend) -> CudaBackend | None:
-    """That which this call is for; None: another. Raises BackendUnavailable."""
+def _kernel(call: Call, backend: Backend) -> CudaBackend | Kernel | None:
+    """What this call is for; None: torch. Raises BackendUnavailable."""
     if backend == "cuda":
         return cuda_backend()
-    if backend != "auto" or not call.q.is_cuda or not can_run(call):
-        return None
-    return _cuda_backend_if_there()
+    if backend == "cpu":
+        return default_kernel()
+    if backend == "auto" and call.q.is_cuda and cuda.can_run(call):
+        return _cuda_backend_if_there()
+    if backend == "auto" and call.q.device.type == "cpu" and cpu.can_run(call):
+        return _cpu_kernel_if_there()
+    return None
 
 
 @functools.cache
@@ -115,4 +119,14 @@ def _cuda_backend_if_there() -> CudaBackend | None:
         return cuda_backend()
     except BackendUnavailable as error:
         warnings.warn(f"attention on CUDA runs on torch, slower: {error}", stacklevel=4)
+        return None
+
+
+@functools.cache
+def _cpu_kernel_if_there() -> Kernel | None:
+    """Warns, once, if there is none."""
+    try:
+        return default_kernel()
+    except BackendUnavailable as error:
+        warnings.warn(f"attention on the CPU runs on torch, slower: {error}", stacklevel=4)
         return None

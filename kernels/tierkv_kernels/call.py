@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -96,6 +97,30 @@ def check_call(
         out=out,
         lse=lse,
     )
+
+
+def check_table(table: npt.NDArray[np.int32], plan: Plan, num_blocks: int) -> None:
+    """Check that the entries that the plan needs are blocks of the cache. Raises InvalidInput."""
+    used_blocks = -(-plan.seq_lens // plan.block_size)
+    used = np.arange(table.shape[1]) < used_blocks[:, None]
+    bad = np.argwhere(used & ((table < 0) | (table >= num_blocks)))
+    if len(bad):
+        row, column = bad[0]
+        raise InvalidInput(
+            f"block_table: got {table[row, column]} at [{row}, {column}], "
+            f"want a block of the cache, 0 to {num_blocks - 1}"
+        )
+
+
+def check_shared_prefixes(table: npt.NDArray[np.int32], plan: Plan) -> None:
+    """Check that what the plan reads as a shared prefix is one. Raises InvalidInput."""
+    for first, count, tokens in plan.shared_prefix:
+        shared = table[first : first + count, : -(-tokens // plan.block_size)]
+        if (shared != shared[0]).any():
+            raise InvalidInput(
+                f"block_table: got different blocks in the first {shared.shape[1]} of rows {first} "
+                f"to {first + count - 1}, want the same, as the plan reads them as a shared prefix"
+            )
 
 
 def _check_tensors(

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tierkv_kernels.call import FP8, Call
-from tierkv_kernels.errors import InvalidInput
+from tierkv_kernels.call import FP8, Call, check_shared_prefixes, check_table
 from tierkv_kernels.merge import merge_rows
 from tierkv_kernels.work import NO_MASK, Plan, Record
 
@@ -34,7 +33,8 @@ def run(call: Call) -> None:
     """Fill ``call.out`` and ``call.lse``. Raises InvalidInput for a bad block table."""
     plan = call.plan
     table = call.block_table.cpu().numpy()
-    _check_table(table, plan, call.k_cache.shape[0])
+    check_table(table, plan, call.k_cache.shape[0])
+    check_shared_prefixes(table, plan)
     shape = (plan.num_partials, *call.q.shape[1:])
     partial_out = call.q.new_empty(shape, dtype=torch.float32)
     partial_lse = partial_out.new_empty(shape[:2])
@@ -51,25 +51,6 @@ def run(call: Call) -> None:
         _merge_partials(call, partial_out, partial_lse)
     if call.v_scale != 1.0:
         call.out.mul_(call.v_scale)
-
-
-def _check_table(table: npt.NDArray[np.int32], plan: Plan, num_blocks: int) -> None:
-    used_blocks = -(-plan.seq_lens // plan.block_size)
-    used = np.arange(table.shape[1]) < used_blocks[:, None]
-    bad = np.argwhere(used & ((table < 0) | (table >= num_blocks)))
-    if len(bad):
-        row, column = bad[0]
-        raise InvalidInput(
-            f"block_table: got {table[row, column]} at [{row}, {column}], "
-            f"want a block of the cache, 0 to {num_blocks - 1}"
-        )
-    for first, count, tokens in plan.shared_prefix:
-        shared = table[first : first + count, : -(-tokens // plan.block_size)]
-        if (shared != shared[0]).any():
-            raise InvalidInput(
-                f"block_table: got different blocks in the first {shared.shape[1]} of rows {first} "
-                f"to {first + count - 1}, want the same, as the plan reads them as a shared prefix"
-            )
 
 
 def _run_record(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from attention_batches import GARBAGE, Shape, make_batch
+from attention_batches import GARBAGE, Shape, check_output, make_batch
 from tierkv_kernels import BackendUnavailable, InvalidInput, KernelError, paged_attention, plan
 
 SHAPE = Shape(lengths=((20, 1), (9, 3)), block_size=8)
@@ -72,9 +73,10 @@ def test_bad_arguments_are_named(message: str, change: dict[str, Any]) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("entry", [*GARBAGE, 8])
-def test_a_table_entry_outside_the_cache_is_named(entry: int) -> None:
-    got = arguments()
+def test_a_table_entry_outside_the_cache_is_named(entry: int, backend: str) -> None:
+    got = {**arguments(), "backend": backend}
     assert got["k_cache"].shape[0] == 8
     got["block_table"][1, 1] = entry
     with pytest.raises(InvalidInput) as caught:
@@ -106,22 +108,27 @@ def test_a_plan_for_something_else_is_refused(message: str, change: dict[str, An
     assert f"plan: {message}" in str(caught.value)
 
 
-def test_a_shared_prefix_that_is_not_shared_is_refused() -> None:
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_a_shared_prefix_that_is_not_shared_is_refused(backend: str) -> None:
     work = plan(SHAPE.seq_lens, [1, 1], **SHAPE.geometry, shared_prefix=[(0, 2, 8)])
     got = {**arguments(), "q": torch.zeros(2, 4, 16), "q_indptr": None, "plan": work}
+    got["backend"] = backend
     with pytest.raises(InvalidInput, match=r"block_table: got different blocks in the first 1"):
         paged_attention(**got)
-
-
-def test_backends_to_come_say_so() -> None:
-    with pytest.raises(BackendUnavailable, match='the "cpu" kernel is not built yet'):
-        paged_attention(**arguments(), backend="cpu")
 
 
 def test_without_a_driver_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERKV_LIBCUDA", "/nowhere/libcuda.so.1")
     with pytest.raises(BackendUnavailable, match="no CUDA driver: /nowhere/libcuda"):
         paged_attention(**arguments(), backend="cuda")
+
+
+def test_a_head_dim_that_only_torch_takes() -> None:
+    batch = make_batch(dataclasses.replace(SHAPE, head_dim=40))
+    with pytest.raises(BackendUnavailable, match=r"takes a head_dim that is a multiple of 16"):
+        paged_attention(*batch.tensors, **batch.options, backend="cpu")
+    out, lse = paged_attention(*batch.tensors, **batch.options, return_lse=True)
+    check_output(batch, out, lse)
 
 
 def test_all_errors_have_one_base() -> None:
@@ -132,4 +139,4 @@ def test_all_errors_have_one_base() -> None:
 def test_auto_and_torch_agree() -> None:
     automatic, _ = paged_attention(**arguments(), backend="auto")
     by_name, _ = paged_attention(**arguments(), backend="torch")
-    assert torch.equal(automatic, by_name)
+    torch.testing.assert_close(automatic, by_name)

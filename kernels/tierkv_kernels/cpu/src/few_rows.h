@@ -1,0 +1,405 @@
+/* Few query rows per KV head, as in decode: bound by how fast K and V come from memory.
+ *
+ * A unit goes through its keys in tiles of 16 tokens. All KV heads of a tile come one after another,
+ * so a tile is read in about the order in which it lies in memory, and the lines of the next tile are
+ * asked for a few at a time, between the steps of this one. Rows go in groups of 4, 2 or 1. Scores of
+ * a group are W at a time, token-major: lane i is row i % rows of token i / rows. */
+#ifndef TIERKV_FEW_ROWS_H
+#define TIERKV_FEW_ROWS_H
+
+#include "unit.h"
+
+#define TILE 16
+/* Tokens. */
+#define GROUP_ROWS 4
+#define FEW_ROWS_MAX 16
+/* Rows of a KV head. */
+#define HEAD_DIM_MAX 256
+#define LINE 64
+
+#if defined(__AVX512BF16__)
+#define HAS_DOT 1
+#else
+#define HAS_DOT 0
+#endif
+
+/* Base-2 logarithm of how large a weight may become before the rows are rescaled. */
+#define HEADROOM 8.0f
+
+/* Rows of one KV head that go together. */
+struct group {
+    Floats largest, weight; /* a lane's row is lane % rows; lanes of weight are to be added up */
+    Ints lo, hi;            /* the keys it sees */
+    int32_t lo_max, hi_min;
+    int32_t head, first_row, rows, real_rows;
+    float *q;   /* [rows][q_stride], placed as K is; or bfloat16 for the dot product */
+    float *sum; /* [rows][head_dim] */
+};
+
+struct run {
+    const char *at;
+    int64_t lines;
+};
+
+/* What to ask memory for ahead of time: runs of cache lines, a few lines per step. */
+struct ahead {
+    struct run now;
+    int32_t next, count, lines_per_step;
+    struct run runs[2 * TILE];
+};
+
+struct tile {
+    const struct attention *call;
+    int32_t begin, tokens;
+    float factor; /* of a score before the soft cap */
+    const char *k[TILE], *v[TILE]; /* rows of head 0; those past ``tokens`` repeat the last one */
+    struct ahead ahead;
+    float weights[TILE * GROUP_ROWS] __attribute__((aligned(64)));
+};
+
+INLINE void ask_ahead(struct ahead *ahead) {
+    for (int i = 0; i < ahead->lines_per_step; i++) {
+        if (ahead->now.lines == 0) {
+            if (ahead->next == ahead->count) return;
+            ahead->now = ahead->runs[ahead->next++];
+        }
+        __builtin_prefetch(ahead->now.at);
+        ahead->now.at += LINE;
+        ahead->now.lines--;
+    }
+}
+
+/* Scores of W / rows tokens. */
+INLINE Floats scores(
+    enum type type, int rows, const struct group *group, const char *const *k, int64_t offset,
+    int dim
+) {
+    int tokens = W / rows;
+    Floats sum[W];
+    UNROLL for (int i = 0; i < W; i++) sum[i] = (Floats){0};
+    int d = 0;
+    for (; d + 2 * W <= dim; d += 2 * W) {
+        UNROLL for (int t = 0; t < tokens; t++) {
+            Floats first, second;
+            load_pair(type, k[t] + offset + d * bytes_of(type), &first, &second);
+            UNROLL for (int r = 0; r < rows; r++) {
+                const float *q = group->q + r * dim + d;
+                sum[t * rows + r] += first * load(q);
+                sum[t * rows + r] += second * load(q + W);
+            }
+        }
+    }
+    for (; d < dim; d += W) {
+        UNROLL for (int t = 0; t < tokens; t++) {
+            Floats lone = load_lone(type, k[t] + offset + d * bytes_of(type));
+            UNROLL for (int r = 0; r < rows; r++)
+                sum[t * rows + r] += lone * load(group->q + r * dim + d);
+        }
+    }
+    return sums(sum);
+}
+
+#if HAS_DOT
+#define DOT_NUMBERS 32
+
+/* The same for K and q in bfloat16. */
+INLINE Floats scores_by_dot(
+    int rows, const struct group *group, const char *const *k, int64_t offset, int dim
+) {
+    int tokens = W / rows;
+    int padded = (dim + DOT_NUMBERS - 1) / DOT_NUMBERS * DOT_NUMBERS;
+    const uint16_t *q = (const uint16_t *)group->q;
+    __m512 sum[W];
+    UNROLL for (int i = 0; i < W; i++) sum[i] = _mm512_setzero_ps();
+    int d = 0;
+    for (; d + DOT_NUMBERS <= dim; d += DOT_NUMBERS) {
+        UNROLL for (int t = 0; t < tokens; t++) {
+            __m512bh key = (__m512bh)_mm512_loadu_si512(k[t] + offset + 2 * d);
+            UNROLL for (int r = 0; r < rows; r++) {
+                __m512bh query = (__m512bh)_mm512_load_si512(q + r * padded + d);
+                sum[t * rows + r] = _mm512_dpbf16_ps(sum[t * rows + r], key, query);
+            }
+        }
+    }
+    if (d < dim) { /* 16 are left; q is padded with zeros */
+        UNROLL for (int t = 0; t < tokens; t++) {
+            __m256i half = _mm256_loadu_si256((const void *)(k[t] + offset + 2 * d));
+            __m512bh key = (__m512bh)_mm512_zextsi256_si512(half);
+            UNROLL for (int r = 0; r < rows; r++) {
+                __m512bh query = (__m512bh)_mm512_load_si512(q + r * padded + d);
+                sum[t * rows + r] = _mm512_dpbf16_ps(sum[t * rows + r], key, query);
+            }
+        }
+    }
+    return sums((Floats *)sum);
+}
+#endif
+
+/* The running largest score has grown from group->largest to ``largest``. */
+INLINE void rescale(int rows, struct group *group, Floats largest, int dim) {
+    Floats factor = exp2_floats(group->largest - largest);
+    /* Nothing was seen before: 0, whether something is seen now or not. */
+    factor = select_floats(group->largest == -INFINITY, (Floats){0}, factor);
+    group->largest = largest;
+    group->weight *= factor;
+    UNROLL for (int r = 0; r < rows; r++)
+        for (int d = 0; d < dim; d += W)
+            store(group->sum + r * dim + d, load(group->sum + r * dim + d) * factor[r]);
+}
+
+/* Add the weighted values of ``vectors`` * W numbers from ``d`` on. */
+INLINE void add_values(
+    enum type type, int rows, int vectors, struct tile *tile, struct group *group, int64_t offset,
+    int dim, int d
+) {
+    Floats sum[GROUP_ROWS][8];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int i = 0; i < vectors; i++) sum[r][i] = load(group->sum + r * dim + d + i * W);
+    for (int t = 0; t < tile->tokens; t++) {
+        const char *row = tile->v[t] + offset + d * bytes_of(type);
+        Floats values[8];
+        if (vectors == 1) values[0] = load_lone(type, row);
+        else
+            UNROLL for (int i = 0; i < vectors; i += 2)
+                load_pair(type, row + i * W * bytes_of(type), &values[i], &values[i + 1]);
+        UNROLL for (int r = 0; r < rows; r++) {
+            Floats weight = broadcast(tile->weights[t * rows + r]);
+            UNROLL for (int i = 0; i < vectors; i++) sum[r][i] += weight * values[i];
+        }
+        ask_ahead(&tile->ahead);
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int i = 0; i < vectors; i++)
+            store(group->sum + r * dim + d + i * W, sum[r][i]);
+}
+
+INLINE void group_tile(enum type type, int dot, int rows, struct tile *tile, struct group *group) {
+    const struct attention *call = tile->call;
+    const int vectors = TILE * rows / W, tokens = W / rows, dim = call->head_dim;
+    int64_t size = bytes_of(type);
+    int64_t k_offset = group->head * call->k.head_stride * size;
+    int64_t v_offset = group->head * call->v.head_stride * size;
+    (void)dot;
+
+    Floats score[TILE * GROUP_ROWS / W];
+    Floats largest = broadcast(-INFINITY);
+    int32_t end = tile->begin + tile->tokens;
+    int masked = tile->tokens < TILE || tile->begin < group->lo_max || end > group->hi_min;
+    for (int i = 0; i < vectors; i++) {
+        Floats s = broadcast(-INFINITY);
+        if (i * tokens < tile->tokens) {
+#if HAS_DOT
+            if (dot) s = scores_by_dot(rows, group, tile->k + i * tokens, k_offset, dim);
+            else
+#endif
+                s = scores(type, rows, group, tile->k + i * tokens, k_offset, dim);
+            s *= tile->factor;
+            if (call->softcap > 0) s = soft_capped(s, call->softcap) * LOG2_E;
+            if (masked) {
+                Ints key = tile->begin + i * tokens + lane_over(rows);
+                Ints seen = (key >= group->lo) & (key < group->hi) & (key < end);
+                s = select_floats(seen, s, broadcast(-INFINITY));
+            }
+        }
+        score[i] = s;
+        largest = larger(largest, s);
+        ask_ahead(&tile->ahead);
+    }
+    largest = largest_of_rows(larger(group->largest, largest), rows);
+    Ints grown = largest > group->largest + HEADROOM;
+    int any = 0;
+    UNROLL for (int r = 0; r < rows; r++) any |= grown[r];
+    if (any) rescale(rows, group, largest, dim);
+    /* Where nothing was seen yet, all weights must be 0. */
+    Floats base = select_floats(group->largest == -INFINITY, (Floats){0}, group->largest);
+    for (int i = 0; i < vectors; i++) {
+        Floats weight = exp2_floats(score[i] - base);
+        group->weight += weight;
+        store(tile->weights + i * W, weight);
+    }
+
+    const int step = rows == 4 ? (W == 16 ? 4 : 2) : (W == 16 ? 8 : 4);
+    int d = 0;
+    for (; d + step * W <= dim; d += step * W)
+        add_values(type, rows, step, tile, group, v_offset, dim, d);
+    for (; d + 2 * W <= dim; d += 2 * W)
+        add_values(type, rows, 2, tile, group, v_offset, dim, d);
+    for (; d < dim; d += W) add_values(type, rows, 1, tile, group, v_offset, dim, d);
+}
+
+typedef void group_function(struct tile *tile, struct group *group);
+
+#define GROUP_FUNCTIONS(name, type, dot)                                                       \
+    static void name##_1(struct tile *t, struct group *g) { group_tile(type, dot, 1, t, g); }  \
+    static void name##_2(struct tile *t, struct group *g) { group_tile(type, dot, 2, t, g); }  \
+    static void name##_4(struct tile *t, struct group *g) { group_tile(type, dot, 4, t, g); }
+
+GROUP_FUNCTIONS(group_f32, F32, 0)
+GROUP_FUNCTIONS(group_f16, F16, 0)
+GROUP_FUNCTIONS(group_bf16, BF16, HAS_DOT)
+GROUP_FUNCTIONS(group_fp8, FP8, 0)
+
+static group_function *group_function_of(enum type type, int rows) {
+    static group_function *const all[TYPES][GROUP_ROWS + 1] = {
+        [F32] = {0, group_f32_1, group_f32_2, 0, group_f32_4},
+        [F16] = {0, group_f16_1, group_f16_2, 0, group_f16_4},
+        [BF16] = {0, group_bf16_1, group_bf16_2, 0, group_bf16_4},
+        [FP8] = {0, group_fp8_1, group_fp8_2, 0, group_fp8_4},
+    };
+    return all[type][rows];
+}
+
+/* How many rows go together, of ``left``. */
+static int rows_together(int left) { return left > 2 ? GROUP_ROWS : left; }
+
+static int groups_of(int rows) {
+    int count = 0;
+    for (int left = rows; left > 0; left -= rows_together(left)) count++;
+    return count;
+}
+
+/* Bytes of a group's q or sums. */
+static size_t group_bytes(int dim) {
+    return sizeof(float) * GROUP_ROWS * (size_t)((dim + 31) / 32 * 32);
+}
+
+static size_t few_rows_memory(const struct attention *call, const struct unit *unit) {
+    size_t groups = (size_t)groups_of(unit->rows) * (size_t)unit->heads;
+    return sizeof(struct tile) + groups * (sizeof(struct group) + 2 * group_bytes(call->head_dim));
+}
+
+static void take_queries(const struct attention *call, const struct unit *unit, struct group *g) {
+    int dim = call->head_dim, dot = HAS_DOT && call->kv_type == BF16;
+    memset(g->q, 0, group_bytes(dim));
+    for (int r = 0; r < g->real_rows; r++) {
+        const char *row = query_row(call, unit->record, g->head, g->first_row + r);
+        if (dot) {
+            int padded = (dim + 31) / 32 * 32;
+            memcpy((uint16_t *)g->q + r * padded, row, sizeof(uint16_t) * (size_t)dim);
+        } else {
+            float *to = g->q + r * dim;
+            for (int d = 0; d < dim; d++)
+                to[place(call->kv_type, d, dim)] = get_number(call->q_type, row, d);
+        }
+    }
+}
+
+static void begin_group(const struct attention *call, const struct unit *unit, struct group *g) {
+    g->largest = broadcast(-INFINITY);
+    g->weight = (Floats){0};
+    g->lo_max = INT32_MIN;
+    g->hi_min = INT32_MAX;
+    for (int lane = 0; lane < W; lane++) {
+        int r = lane % g->rows;
+        int32_t lo, hi;
+        visible_keys(call, unit, g->first_row + (r < g->real_rows ? r : 0), &lo, &hi);
+        g->lo[lane] = lo;
+        g->hi[lane] = hi;
+        if (lo > g->lo_max) g->lo_max = lo;
+        if (hi < g->hi_min) g->hi_min = hi;
+    }
+    memset(g->sum, 0, group_bytes(call->head_dim));
+    take_queries(call, unit, g);
+}
+
+static int begin_groups(
+    const struct attention *call, const struct unit *unit, struct group *groups, char *memory
+) {
+    int count = 0;
+    for (int head = 0; head < unit->heads; head++) {
+        int end = unit->first_row + unit->rows;
+        for (int row = unit->first_row; row < end; count++) {
+            struct group *g = groups + count;
+            g->head = unit->first_head + head;
+            g->first_row = row;
+            g->rows = rows_together(end - row);
+            g->real_rows = end - row < g->rows ? end - row : g->rows;
+            g->q = (float *)memory;
+            g->sum = (float *)(memory + group_bytes(call->head_dim));
+            memory += 2 * group_bytes(call->head_dim);
+            begin_group(call, unit, g);
+            row += g->real_rows;
+        }
+    }
+    return count;
+}
+
+static void end_group(const struct task *task, const struct unit *unit, const struct group *g) {
+    for (int r = 0; r < g->real_rows; r++) {
+        float weight = 0;
+        for (int lane = r; lane < W; lane += g->rows) weight += g->weight[lane];
+        const float *sum = g->sum + r * task->call->head_dim;
+        put_row(task, unit, g->head, g->first_row + r, sum, g->largest[r], weight);
+    }
+}
+
+/* First token after ``token`` that belongs to another tile: tiles lie at multiples of their size, so
+ * that a sum does not depend on where its unit begins. */
+static int32_t tile_end(const struct unit *unit, int32_t token) {
+    int64_t end = ((int64_t)token / TILE + 1) * TILE;
+    return end < unit->kv_end ? (int32_t)end : unit->kv_end;
+}
+
+static void find_rows(
+    const struct attention *call, const struct unit *unit, const struct cache *cache, int32_t begin,
+    int32_t end, const char **rows
+) {
+    for (int32_t token = begin; token < end; token++)
+        rows[token - begin] = cache_row(call, cache, unit->record, token);
+    for (int i = end - begin; i < TILE; i++) rows[i] = rows[end - begin - 1];
+}
+
+static void add_run(struct ahead *ahead, const char *at, int64_t bytes) {
+    const char *first = (const char *)((uintptr_t)at / LINE * LINE);
+    int64_t lines = (at + bytes - first + LINE - 1) / LINE;
+    struct run *last = ahead->runs + ahead->count - 1;
+    if (ahead->count > 0 && last->at + last->lines * LINE == first) last->lines += lines;
+    else ahead->runs[ahead->count++] = (struct run){first, lines};
+}
+
+static void plan_ahead(struct ahead *ahead, const struct attention *call, const struct unit *unit,
+                       int32_t begin, int steps) {
+    ahead->now.lines = 0;
+    ahead->next = ahead->count = 0;
+    ahead->lines_per_step = 0;
+    if (begin >= unit->kv_end) return;
+    int64_t size = bytes_of(call->kv_type), lines = 0;
+    const struct cache *caches[2] = {&call->k, &call->v};
+    int32_t end = tile_end(unit, begin);
+    for (int i = 0; i < 2; i++) {
+        int64_t head_bytes = call->head_dim * size;
+        for (int32_t token = begin; token < end; token++) {
+            const char *row = cache_row(call, caches[i], unit->record, token);
+            row += unit->first_head * caches[i]->head_stride * size;
+            add_run(ahead, row, caches[i]->head_stride == call->head_dim
+                                    ? unit->heads * head_bytes : head_bytes);
+        }
+    }
+    for (int i = 0; i < ahead->count; i++) lines += ahead->runs[i].lines;
+    ahead->lines_per_step = (int32_t)((lines + steps - 1) / steps);
+}
+
+/* Work a unit off. ``memory``: few_rows_memory() bytes, 64-byte aligned. */
+static void few_rows(const struct task *task, const struct unit *unit, char *memory) {
+    const struct attention *call = task->call;
+    struct tile *tile = (struct tile *)memory;
+    struct group *groups = (struct group *)(tile + 1);
+    int per_head = groups_of(unit->rows);
+    int count = begin_groups(call, unit, groups, (char *)(groups + per_head * unit->heads));
+    tile->call = call;
+    tile->factor = score_factor(call) * (call->softcap > 0 ? 1.0f : LOG2_E);
+    for (int32_t begin = unit->kv_begin; begin < unit->kv_end;) {
+        int32_t end = tile_end(unit, begin);
+        tile->begin = begin;
+        tile->tokens = end - begin;
+        find_rows(call, unit, &call->k, begin, end, tile->k);
+        find_rows(call, unit, &call->v, begin, end, tile->v);
+        plan_ahead(&tile->ahead, call, unit, end, count * 36);
+        for (int i = 0; i < count; i++)
+            group_function_of(call->kv_type, groups[i].rows)(tile, groups + i);
+        begin = end;
+    }
+    for (int i = 0; i < count; i++) end_group(task, unit, groups + i);
+}
+
+#endif

@@ -1,0 +1,309 @@
+/* Vectors of as many floats as the level has, what K and V are stored as, and exp2.
+ *
+ * GNU C vector extensions throughout; intrinsics stand only where the extensions cannot say it:
+ * half floats, and the dot product of bfloat16. */
+#ifndef TIERKV_VECTORS_H
+#define TIERKV_VECTORS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define W 16
+#elif defined(__AVX2__)
+#define W 8
+#else
+#define W 4
+#endif
+/* Floats of a vector. */
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+typedef float Floats __attribute__((vector_size(4 * W)));
+typedef int32_t Ints __attribute__((vector_size(4 * W)));
+typedef uint32_t Words __attribute__((vector_size(4 * W)));
+typedef Floats FloatsAnywhere __attribute__((aligned(4), may_alias));
+typedef Words WordsAnywhere __attribute__((aligned(1), may_alias));
+
+/* What a number is stored as. */
+enum type { F32, F16, BF16, FP8, TYPES };
+
+INLINE int64_t bytes_of(enum type type) { return type == F32 ? 4 : type == FP8 ? 1 : 2; }
+
+INLINE Floats load(const float *from) { return *(const FloatsAnywhere *)from; }
+INLINE void store(float *to, Floats value) { *(FloatsAnywhere *)to = value; }
+INLINE Floats broadcast(float value) { return value - (Floats){0}; }
+INLINE Ints broadcast_int(int32_t value) { return value - (Ints){0}; }
+INLINE Floats select_floats(Ints mask, Floats yes, Floats no) {
+    return (Floats)(((Ints)yes & mask) | ((Ints)no & ~mask));
+}
+/* ``a`` where both are equal or one is no number. */
+INLINE Floats larger(Floats a, Floats b) { return select_floats(b > a, b, a); }
+
+/* ---- Lanes ---- */
+
+#if W == 16
+#define LANES(f, s) \
+    f(0, s), f(1, s), f(2, s), f(3, s), f(4, s), f(5, s), f(6, s), f(7, s), f(8, s), f(9, s), \
+        f(10, s), f(11, s), f(12, s), f(13, s), f(14, s), f(15, s)
+#elif W == 8
+#define LANES(f, s) f(0, s), f(1, s), f(2, s), f(3, s), f(4, s), f(5, s), f(6, s), f(7, s)
+#else
+#define LANES(f, s) f(0, s), f(1, s), f(2, s), f(3, s)
+#endif
+#define SAME_LANE(i, s) (((i) & (s)) ? (i) + W : (i))
+#define OTHER_LANE(i, s) (((i) & (s)) ? ((i) ^ (s)) + W : ((i) ^ (s)))
+#define LANE_DIVIDED(i, s) ((i) / (s))
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Ints){__VA_ARGS__})
+#endif
+
+/* Lane i: a[i] + a[i ^ s] if i & s is 0, else b[i] + b[i ^ s]. */
+#define ADD_LANES(s) \
+    (SHUFFLE(a, b, LANES(SAME_LANE, s)) + SHUFFLE(a, b, LANES(OTHER_LANE, s)))
+
+INLINE Floats add_lanes(Floats a, Floats b, int s) {
+    if (s == 1) return ADD_LANES(1);
+    if (s == 2) return ADD_LANES(2);
+#if W > 4
+    if (s == 4) return ADD_LANES(4);
+#endif
+#if W > 8
+    if (s == 8) return ADD_LANES(8);
+#endif
+    __builtin_unreachable();
+}
+
+/* Lane i of the result is the sum of the lanes of vectors[i], of which there are W. */
+INLINE Floats sums(Floats *vectors) {
+    UNROLL for (int s = 1; s < W; s *= 2)
+        UNROLL for (int i = 0; i < W / (2 * s); i++)
+            vectors[i] = add_lanes(vectors[2 * i], vectors[2 * i + 1], s);
+    return vectors[0];
+}
+
+/* Lane i: the largest of all lanes j with j % rows == i % rows. */
+INLINE Floats largest_of_rows(Floats a, int rows) {
+#if W > 8
+    if (rows <= 8) a = larger(a, SHUFFLE(a, a, LANES(OTHER_LANE, 8)));
+#endif
+#if W > 4
+    if (rows <= 4) a = larger(a, SHUFFLE(a, a, LANES(OTHER_LANE, 4)));
+#endif
+    if (rows <= 2) a = larger(a, SHUFFLE(a, a, LANES(OTHER_LANE, 2)));
+    if (rows <= 1) a = larger(a, SHUFFLE(a, a, LANES(OTHER_LANE, 1)));
+    return a;
+}
+
+/* Lane i: i / rows. */
+INLINE Ints lane_over(int rows) {
+    if (rows == 1) return (Ints){LANES(LANE_DIVIDED, 1)};
+    if (rows == 2) return (Ints){LANES(LANE_DIVIDED, 2)};
+    return (Ints){LANES(LANE_DIVIDED, 4)};
+}
+
+/* ---- exp2, and what is made of it ---- */
+
+#define LOG2_E 1.44269504088896340736f
+#define LN_2 0.69314718055994530942f
+
+/* 2^x for x <= 100, to 1e-7 of it; 0 from -126 down, so 2^-inf too. */
+INLINE Floats exp2_floats(Floats x) {
+    Floats magic = broadcast(12582912.0f); /* 1.5 * 2^23: adding it rounds to whole numbers */
+    Floats shifted = x + magic;
+    Floats f = x - (shifted - magic);
+    /* Minimax on [-1/2, 1/2], the constant term held at 1. */
+    Floats p = broadcast(1.5403530e-4f);
+    p = p * f + 1.3398874e-3f;
+    p = p * f + 9.6181217e-3f;
+    p = p * f + 5.5503324e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    Ints exponent = ((Ints)shifted - (Ints)magic) << 23;
+    Floats result = (Floats)((Ints)p + exponent);
+    return (Floats)((Ints)result & ~(x <= -126.0f));
+}
+
+/* cap * tanh(x / cap), by way of exp: tanh y = 1 - 2 / (exp(2 y) + 1). */
+INLINE Floats soft_capped(Floats x, float cap) {
+    Floats y = x * (2.0f * LOG2_E / cap);
+    y = larger(broadcast(-60.0f), y);
+    y = select_floats(y > 60.0f, broadcast(60.0f), y);
+    return cap - (2.0f * cap) / (exp2_floats(y) + 1.0f);
+}
+
+/* ---- Stored numbers as floats ----
+ *
+ * A pair is 2 * W stored numbers as two vectors. Where a number is narrower than 4 bytes and no
+ * single instruction spreads it, the first vector has the even ones and the second the odd ones:
+ * one shift or mask each. Dot products do not mind so long as q is in the same order, and outputs are
+ * put in order at the very end. A lone vector, at the end of a row, is always in order. */
+
+INLINE int even_then_odd(enum type type) { return type == BF16 || type == FP8; }
+
+INLINE Floats bf16_floats(Words low_halves) { return (Floats)(low_halves << 16); }
+
+/* Floats made of e4m3 are too small by this factor, which goes into the scales: its bits, moved, are
+ * those of a half float of 2^-8 the size. */
+#define FP8_UNIT 256.0f
+
+/* Bit patterns of half floats, one per lane, on machines without the instruction for it. */
+INLINE Floats half_floats(Words half) {
+    Words magnitude = (half & 0x7fff) << 13;
+    Words special = (Words)(magnitude >= 0x0f800000) & 0x7f800000;
+    Floats value = (Floats)magnitude * 0x1p112f;
+    return (Floats)((Words)value | special | (half & 0x8000) << 16);
+}
+
+/* Low bytes of the lanes as e4m3, in units of 1 / FP8_UNIT. */
+INLINE Floats fp8_floats(Words byte) {
+    Words magnitude = (byte & 0x7f) << 20;
+    Words nan = (Words)(magnitude == 0x07f00000) & 0x7fc00000;
+    Floats value = (Floats)magnitude * 0x1p112f;
+    return (Floats)((Words)value | nan | (byte & 0x80) << 24);
+}
+
+/* The bits of W numbers of 2 bytes or 1, one per lane. */
+INLINE Words spread_shorts(const void *from) {
+    typedef uint16_t Shorts __attribute__((vector_size(2 * W)));
+    Shorts packed;
+    memcpy(&packed, from, sizeof packed);
+    return __builtin_convertvector(packed, Words);
+}
+INLINE Words spread_bytes(const void *from) {
+    typedef uint8_t Bytes __attribute__((vector_size(W)));
+    Bytes packed;
+    memcpy(&packed, from, sizeof packed);
+    return __builtin_convertvector(packed, Words);
+}
+
+#if W == 16
+INLINE Floats load_halves(const void *from) {
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(from));
+}
+#elif W == 8
+INLINE Floats load_halves(const void *from) {
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(from));
+}
+#else
+INLINE Floats load_halves(const void *from) { return half_floats(spread_shorts(from)); }
+#endif
+
+#if W == 16
+/* 2 * W of e4m3, as even ones and odd ones. */
+INLINE void load_fp8_pair(const void *from, Floats *first, Floats *second) {
+    __m256i both = _mm256_loadu_si256(from);
+    __m256i sign = _mm256_set1_epi16((short)0x8000), top = _mm256_set1_epi16(0x3f80);
+    __m256i even = _mm256_slli_epi16(both, 8), odd = both;
+    __m256i m0 = _mm256_and_si256(_mm256_srli_epi16(even, 1), top);
+    __m256i m1 = _mm256_and_si256(_mm256_srli_epi16(odd, 1), top);
+    __m256i nan = _mm256_set1_epi16(0x7e00);
+    m0 = _mm256_or_si256(m0, _mm256_and_si256(_mm256_cmpeq_epi16(m0, top), nan));
+    m1 = _mm256_or_si256(m1, _mm256_and_si256(_mm256_cmpeq_epi16(m1, top), nan));
+    *first = (Floats)_mm512_cvtph_ps(_mm256_or_si256(m0, _mm256_and_si256(even, sign)));
+    *second = (Floats)_mm512_cvtph_ps(_mm256_or_si256(m1, _mm256_and_si256(odd, sign)));
+}
+#else
+INLINE void load_fp8_pair(const void *from, Floats *first, Floats *second) {
+    typedef uint16_t Shorts __attribute__((vector_size(2 * W)));
+    Shorts both;
+    memcpy(&both, from, sizeof both);
+    Words wide = __builtin_convertvector(both, Words);
+    *first = fp8_floats(wide & 0xff);
+    *second = fp8_floats(wide >> 8);
+}
+#endif
+
+/* Numbers 0 .. 2 * W from ``from``. */
+INLINE void load_pair(enum type type, const void *from, Floats *first, Floats *second) {
+    if (type == F32) {
+        *first = load(from);
+        *second = load((const float *)from + W);
+    } else if (type == BF16) {
+        Words both = *(const WordsAnywhere *)from;
+        *first = (Floats)(both << 16);
+        *second = (Floats)(both & 0xffff0000);
+    } else if (type == F16) {
+        *first = load_halves(from);
+        *second = load_halves((const uint16_t *)from + W);
+    } else {
+        load_fp8_pair(from, first, second);
+    }
+}
+
+/* Numbers 0 .. W from ``from``, in order. */
+INLINE Floats load_lone(enum type type, const void *from) {
+    if (type == F32) return load(from);
+    if (type == BF16) return bf16_floats(spread_shorts(from));
+    if (type == F16) return load_halves(from);
+    return fp8_floats(spread_bytes(from));
+}
+
+/* Where number ``d`` of a row of ``dim`` lies among the floats made of it. */
+INLINE int place(enum type type, int d, int dim) {
+    int in_pairs = dim / (2 * W) * (2 * W);
+    if (!even_then_odd(type) || d >= in_pairs) return d;
+    return d / (2 * W) * (2 * W) + d % (2 * W) / 2 + (d % 2 ? W : 0);
+}
+
+/* ---- Single numbers ---- */
+
+INLINE float float_of_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+INLINE uint32_t bits_of_float(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+INLINE float half_float(uint16_t half) {
+    uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13;
+    uint32_t special = magnitude >= 0x0f800000 ? 0x7f800000 : 0;
+    float value = float_of_bits(magnitude) * 0x1p112f;
+    return float_of_bits(bits_of_float(value) | special | (uint32_t)(half & 0x8000) << 16);
+}
+
+INLINE float get_number(enum type type, const void *from, int64_t n) {
+    if (type == F32) return ((const float *)from)[n];
+    if (type == BF16) return float_of_bits((uint32_t)((const uint16_t *)from)[n] << 16);
+    return half_float(((const uint16_t *)from)[n]);
+}
+
+INLINE uint16_t bf16_of(float value) {
+    uint32_t bits = bits_of_float(value);
+    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (uint16_t)(value == value ? rounded : 0x7fc0);
+}
+
+/* To the nearest half float, ties to even. */
+INLINE uint16_t half_of(float value) {
+    uint32_t bits = bits_of_float(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    uint32_t normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    /* Adding 1/2 leaves the multiple of 2^-24 in the lowest bits, rounded by the adder. */
+    uint32_t tiny = bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000;
+    uint32_t half = magnitude < 0x38800000 ? tiny : normal;
+    if (magnitude >= 0x477ff000) half = 0x7c00;
+    if (magnitude > 0x7f800000) half = 0x7e00;
+    return (uint16_t)(half | sign);
+}
+
+INLINE void put_number(enum type type, void *to, int64_t n, float value) {
+    if (type == F32) ((float *)to)[n] = value;
+    else if (type == BF16) ((uint16_t *)to)[n] = bf16_of(value);
+    else ((uint16_t *)to)[n] = half_of(value);
+}
+
+#endif
