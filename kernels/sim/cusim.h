@@ -177,9 +177,9 @@ template <bool bf16>
 TKV_DEVICE float unpack(u32 x) {
   return cusim::widen(bf16, static_cast<u16>(x));
 }
-template <bool bf16>
-TKV_DEVICE u32 multiply(u32 x, u32 y) {
-  return pack<bf16>(unpack<bf16>(x) * unpack<bf16>(y), unpack<bf16>(x >> 16) * unpack<bf16>(y >> 16));
+TKV_DEVICE u32 multiply_f16(u32 x, u32 y) {
+  return pack<false>(unpack<false>(x) * unpack<false>(y),
+                     unpack<false>(x >> 16) * unpack<false>(y >> 16));
 }
 TKV_DEVICE u32 permute(u32 low, u32 high, u32 selector) {
   const u64 bytes = low | static_cast<u64>(high) << 32;

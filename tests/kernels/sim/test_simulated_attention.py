@@ -50,22 +50,41 @@ def test_each_case_on_each_schedule(case: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kv_dtype", [None, FP8, "FP8 before sm_89"])
-def test_each_variant(head_dim: int, dtype: torch.dtype, kv_dtype: Any) -> None:
-    macros = BEFORE_SM_89 if kv_dtype == "FP8 before sm_89" else ()
-    shape = dataclasses.replace(
-        BASE, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype and FP8, group=4
-    )
-    for schedule in SCHEDULES:
-        device = SimulatedDevice(schedule, macros=macros)
-        run(shape, device, split=48)
-        names = [variant.name for variant in device.functions]
-        assert len(names) == 3  # few rows, many rows, merge
-        for name, function in zip(names, device.functions.values(), strict=True):
-            assert function.bank_conflicts == 0, name
-            if name.startswith("paged_attention"):
-                # All but the padding of the last row.
-                assert 0 <= function.shared_given - function.shared_used <= 32, name
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+def test_each_variant(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    _check_variant(head_dim, dtype, kv_dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_float8_before_there_was_an_instruction_for_it(dtype: torch.dtype) -> None:
+    _check_variant(80, dtype, FP8, macros=BEFORE_SM_89)
+
+
+def _check_variant(
+    head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None, macros: tuple[str, ...] = ()
+) -> None:
+    shape = dataclasses.replace(BASE, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype, group=4)
+    device = SimulatedDevice(SCHEDULES[head_dim // 16 % 3], macros=macros)
+    run(shape, device, split=48)
+    names = [variant.name for variant in device.functions]
+    assert len(names) == 3  # few rows, many rows, merge
+    for name, function in zip(names, device.functions.values(), strict=True):
+        assert function.bank_conflicts == 0, name
+        if name.startswith("paged_attention"):
+            # All but the padding of the last row.
+            assert 0 <= function.shared_given - function.shared_used <= 32, name
+
+
+def test_queries_beyond_float16_meet_float8_keys() -> None:
+    shape = dataclasses.replace(BASE, kv_dtype=FP8)
+    batch = make_batch(shape)
+    device = SimulatedDevice()
+    batch.q[0] = 1e5
+    batch.q[1] = torch.nan
+    out, _ = attention(device, *batch.tensors, **batch.options)
+    assert out[0].isfinite().all()
+    assert out[1].isnan().all()
+    assert out[2:].isfinite().all()
 
 
 @settings(deadline=None, max_examples=40)

@@ -12,7 +12,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-struct Quad {
+struct alignas(16) Quad {
   u32 word[4];
 };
 
@@ -228,14 +228,10 @@ TKV_DEVICE float unpack(u32 x) {
   return y;
 }
 
-// Products of two pairs.
-template <bool bf16>
-TKV_DEVICE u32 multiply(u32 x, u32 y) {
+// Products of two pairs of float16.
+TKV_DEVICE u32 multiply_f16(u32 x, u32 y) {
   u32 z;
-  if constexpr (bf16)  // there is no multiplication of these before sm_90
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0x80008000u));
-  else
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
 

@@ -1,31 +1,26 @@
-// float8_e4m3fn to and from 16-bit floats: 1 sign, 4 exponent bits (bias 7), 3 mantissa bits, no
+// float8_e4m3fn to float16 and from float: 1 sign, 4 exponent bits (bias 7), 3 mantissa bits, no
 // infinity, all ones is NaN. See "FP8 Formats for Deep Learning", arXiv:2209.05433.
 #ifndef TKV_E4M3_CUH
 #define TKV_E4M3_CUH
 
 #include "dev.cuh"
 
-// Two 16-bit floats from the upper bytes of the halves of x: x holds an e4m3 in each.
+// The bytes first and second of x, each an e4m3, as two float16.
 //
-// The bits are moved to where the wider format has them; what is left is a factor, as the biases
-// differ: 2 ** (15 - 7) and 2 ** (127 - 7). Subnormals come out right, as the product is exact. NaN
-// would become 480, so its exponent is filled up.
-template <bool bf16>
-TKV_DEVICE u32 widen_e4m3(u32 x) {
-  const u32 magnitude = x & 0x7f007f00u;
-  const u32 is_nan = (magnitude + 0x01000100u) & 0x80008000u;
-  u32 bits = (x & 0x80008000u) | (magnitude >> (bf16 ? 4 : 1));
-  bits = dev::multiply<bf16>(bits, bf16 ? 0x7b807b80u : 0x5c005c00u);
-  return bits | (is_nan - (is_nan >> 8));
-}
-
-// The bytes first and second of x, as two 16-bit floats.
-template <bool bf16, int first, int second>
+// Without an instruction for it, the bits are moved to where float16 has them; what is left is a factor
+// of 2 ** (15 - 7), as the biases differ. Subnormals come out right, as the product is exact. NaN would
+// become 480, so its exponent is filled up.
+template <int first, int second>
 TKV_DEVICE u32 unpack_e4m3(u32 x) {
 #if TKV_HAS_E4M3
-  if constexpr (!bf16) return dev::f16_of_e4m3(dev::permute(x, 0, 0x4400 | second << 4 | first));
+  return dev::f16_of_e4m3(dev::permute(x, 0, 0x4400 | second << 4 | first));
+#else
+  const u32 upper = dev::permute(x, 0, second << 12 | 4 << 8 | first << 4 | 4);
+  const u32 magnitude = upper & 0x7f007f00u;
+  const u32 is_nan = (magnitude + 0x01000100u) & 0x80008000u;
+  const u32 bits = dev::multiply_f16((upper & 0x80008000u) | magnitude >> 1, 0x5c005c00u);
+  return bits | (is_nan - (is_nan >> 8));
 #endif
-  return widen_e4m3<bf16>(dev::permute(x, 0, second << 12 | 4 << 8 | first << 4 | 4));
 }
 
 // Nearest e4m3, ties to even; beyond 448 is 448, NaN stays.

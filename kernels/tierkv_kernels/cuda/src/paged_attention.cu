@@ -13,8 +13,9 @@
 
 namespace {
 
-constexpr bool BF16 = TKV_BF16;
+constexpr bool BF16 = TKV_BF16;  // queries and outputs; else float16
 constexpr bool FP8 = TKV_KV_FP8;
+constexpr bool BF16_MATH = BF16 && !FP8;  // float16 holds every float8, and weights better
 constexpr int DIM = TKV_HEAD_DIM;
 constexpr int KV_BYTES = FP8 ? 1 : 2;
 
@@ -113,10 +114,22 @@ TKV_DEVICE Work find_work(const AttentionParams &params) {
 
 // ---- Queries ----
 
-// With float8 keys, each 16 dimensions are stored in the order in which a thread finds them in its four
+// What float16 can hold; NaN stays.
+TKV_DEVICE float within_f16(float x) {
+  constexpr float greatest = 65504;
+  return x > greatest ? greatest : x < -greatest ? -greatest : x;
+}
+
+// With float8 keys, queries are float16, and each 16 dimensions are stored in the order in which a thread finds them in its four
 // bytes of a row: 0 1 4 5 8 9 12 13, 2 3 6 7 10 11 14 15.
-TKV_DEVICE void store_queries(u32 to, const Quad &eight_dims, int half) {
+TKV_DEVICE void store_queries(u32 to, Quad eight_dims, int half) {
   if constexpr (FP8) {
+    if constexpr (BF16) {
+      for (u32 &word : eight_dims.word) {
+        word = dev::pack<false>(within_f16(dev::unpack<true>(word)),
+                                within_f16(dev::unpack<true>(word >> 16)));
+      }
+    }
     dev::shared_store_pair(to + 8 * half, eight_dims.word[0], eight_dims.word[2]);
     dev::shared_store_pair(to + 8 * half + 16, eight_dims.word[1], eight_dims.word[3]);
   } else {
@@ -265,14 +278,14 @@ TKV_DEVICE void score_keys(float (&scores)[2][4], const u32 (&kept)[GROUPS][4], 
       dev::matrix_load(x, keys + lane % 16 * KV_ROW + 16 * group);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        dev::multiply_add<BF16>(scores[i], a, unpack_e4m3<BF16, 0, 1>(x[i]),
-                                unpack_e4m3<BF16, 2, 3>(x[i]));
+        dev::multiply_add<BF16_MATH>(scores[i], a, unpack_e4m3<0, 1>(x[i]),
+                                unpack_e4m3<2, 3>(x[i]));
       }
     } else {
       u32 x[4];
       dev::matrix_load(x, keys + (lane % 8 + lane / 16 * 8) * KV_ROW + 32 * group + lane / 8 % 2 * 16);
-      dev::multiply_add<BF16>(scores[0], a, x[0], x[1]);
-      dev::multiply_add<BF16>(scores[1], a, x[2], x[3]);
+      dev::multiply_add<BF16_MATH>(scores[0], a, x[0], x[1]);
+      dev::multiply_add<BF16_MATH>(scores[1], a, x[2], x[3]);
     }
   }
 }
@@ -286,15 +299,15 @@ TKV_DEVICE void add_values(Output &output, const u32 (&weights)[4], u32 values) 
     if constexpr (FP8) {
       u32 x[2];
       dev::matrix_load_transposed(x, values + lane % 16 * KV_ROW + 16 * group);
-      dev::multiply_add<BF16>(output.value[2 * group], weights, unpack_e4m3<BF16, 0, 2>(x[0]),
-                              unpack_e4m3<BF16, 0, 2>(x[1]));
-      dev::multiply_add<BF16>(output.value[2 * group + 1], weights, unpack_e4m3<BF16, 1, 3>(x[0]),
-                              unpack_e4m3<BF16, 1, 3>(x[1]));
+      dev::multiply_add<BF16_MATH>(output.value[2 * group], weights, unpack_e4m3<0, 2>(x[0]),
+                              unpack_e4m3<0, 2>(x[1]));
+      dev::multiply_add<BF16_MATH>(output.value[2 * group + 1], weights, unpack_e4m3<1, 3>(x[0]),
+                              unpack_e4m3<1, 3>(x[1]));
     } else {
       u32 x[4];
       dev::matrix_load_transposed(x, values + lane % 16 * KV_ROW + 32 * group + lane / 16 * 16);
-      dev::multiply_add<BF16>(output.value[2 * group], weights, x[0], x[1]);
-      dev::multiply_add<BF16>(output.value[2 * group + 1], weights, x[2], x[3]);
+      dev::multiply_add<BF16_MATH>(output.value[2 * group], weights, x[0], x[1]);
+      dev::multiply_add<BF16_MATH>(output.value[2 * group + 1], weights, x[2], x[3]);
     }
   }
 }
@@ -514,10 +527,10 @@ TKV_KERNEL(paged_attention, AttentionParams, THREADS, DIM > 128 ? 2 : 3) {
         }
       }
       weigh(output, scores);
-      const u32 weights[4] = {dev::pack<BF16>(scores[0][0], scores[0][1]),
-                              dev::pack<BF16>(scores[0][2], scores[0][3]),
-                              dev::pack<BF16>(scores[1][0], scores[1][1]),
-                              dev::pack<BF16>(scores[1][2], scores[1][3])};
+      const u32 weights[4] = {dev::pack<BF16_MATH>(scores[0][0], scores[0][1]),
+                              dev::pack<BF16_MATH>(scores[0][2], scores[0][3]),
+                              dev::pack<BF16_MATH>(scores[1][0], scores[1][1]),
+                              dev::pack<BF16_MATH>(scores[1][2], scores[1][3])};
       add_values(output, weights, values + key * KV_ROW);
     }
     finder.note(params, work.head, shared, tile + STAGES, block);
