@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NATIVE := tierkv/native/libtierkv_native.so kernels/tierkv_kernels/cpu/libtierkv_cpu.so
 
-.PHONY: demo test lint format bench gpu-check soak setup clean
+.PHONY: demo test lint format bench bench-attention gpu-check soak setup clean
 
 setup: $(READY)
 
@@ -30,6 +30,9 @@ format: $(READY)
 
 bench: $(READY) $(NATIVE)
 	$(BIN)/tierkv bench all
+
+bench-attention: $(READY) $(NATIVE)
+	PYTHONPATH=.:wal:kernels $(BIN)/python -m benchmarks.attention
 
 # On a machine with a GPU: its own Python, which has torch for CUDA and NumPy; installs nothing.
 gpu-check:

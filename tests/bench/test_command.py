@@ -34,6 +34,8 @@ PLACEHOLDERS = {
     "MODE": "none|kill|power",
     "xW": r"x\d+",
     "OP": "lookup|begin|append",
+    "TYPE": "fp32|bf16|fp16|fp8",
+    "LAYOUT": "nhd|hnd",
 }
 """What stands for what in the names of the page's lines."""
 

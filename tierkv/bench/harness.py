@@ -37,6 +37,10 @@ _BUSY = (1, 2, 3, 6, 7, 8)
 """user, nice, system, irq, softirq, steal in the first line of /proc/stat (proc(5))."""
 
 
+EVERY_CPU = -1
+"""In place of a CPU's number: not pinned."""
+
+
 class Placement(NamedTuple):
     """Which CPU the measuring process runs on, and which one its server."""
 
@@ -276,6 +280,11 @@ class Bench:
             return Placement("same core (there is no other)", self.cpus[0], self.cpus[0])
         return Placement("two cores", self.cpus[0], self.cpus[-1])
 
+    @property
+    def all_cores(self) -> Placement:
+        """Threads of one process on every CPU."""
+        return Placement("all cores", EVERY_CPU, EVERY_CPU)
+
     def pick(self, full: int, quick: int) -> int:
         """A size that depends on how long the run may take."""
         return quick if self.quick else full
@@ -284,7 +293,7 @@ class Bench:
     def pinned(self, cpu: int) -> Iterator[None]:
         """This thread, and processes it starts, on one CPU."""
         before = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, {cpu})
+        os.sched_setaffinity(0, self.cpus if cpu == EVERY_CPU else {cpu})
         try:
             yield
         finally:

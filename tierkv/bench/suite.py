@@ -17,7 +17,7 @@ WORKLOADS = {
     "replay": ("replay.run",),
     "growth": ("growth.run", "index_size.run"),
     "mixed": ("mixed.run", "turns.run"),
-    "attention": ("attention.run",),
+    "attention": ("attention.run", "served.run"),
 }
 """Names of functions in the modules beside this one, which are only imported when they run."""
 

@@ -86,7 +86,7 @@ def bench(
     replay     start after kill -9, and how fast log and slots are read
     growth     the same requests with ten thousand and with a million cached blocks
     mixed      answers while the disk is busy
-    attention  paged attention in torch, against torch's own
+    attention  paged attention on all cores, against reading its memory and torch's own
     all        all of them
 
     Each line is a median of rounds, beside ceilings and peers that were measured in the same

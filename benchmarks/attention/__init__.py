@@ -1,0 +1,1 @@
+"""Paged attention against others' on this machine: ``python -m benchmarks.attention``."""
