@@ -5,9 +5,9 @@
  *
  * A kernel is compiled for one variant, by these macros (see geometry.py for what follows
  * from them):
- *   TKV_BF16       1: q, out and the arithmetic are bfloat16, 0: float16
+ *   TKV_BF16       1: q and out are bfloat16, 0: float16
  *   TKV_KV_FP8     1: the caches are float8_e4m3fn, 0: as q
- *   TKV_HEAD_DIM   a multiple of 16
+ *   TKV_HEAD_DIM   a multiple of 16 up to 128, or of 32 up to 256
  *   TKV_ROW_WARPS  warps with rows of their own: 1 for decode, more for extend
  */
 #ifndef TKV_PARAMS_H
