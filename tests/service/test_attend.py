@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.service import blocks
 from tests.service.blocks import tokens
 from tests.service.raw import Peer
 from tests.service.running import Daemon, environment, running
 from tierkv import KVSpec
+from tierkv.core.prefix import chain_hashes
 from tierkv.errors import InvalidArgument, TierkvError
 from tierkv.rpc import messages as m
+from tierkv.rpc.wire import encode
 
 SPEC = KVSpec(model="a", layers=2, kv_heads=2, head_dim=32, block_tokens=8)
 Q_HEADS = 4
@@ -246,4 +249,37 @@ def test_a_machine_without_torch(tmp_path: Path) -> None:
         with pytest.raises(TierkvError, match="there is no torch here"):
             ns.attention(0, torch.randn(1, Q_HEADS, 32), [sequence], where="daemon")
         sequence.reserve(20)
+        assert daemon.stop() == 0
+
+
+def test_a_sequence_that_is_still_coming_up() -> None:
+    """Its later blocks are on their way from disk: what would be read is somebody else's."""
+    ids = blocks.tokens(32, seed=40)
+    with running(blocks.sized(device=40, host=0, disk=200)) as daemon:
+        with daemon.connect() as client:
+            ns = client.namespace(blocks.SPEC)
+            blocks.store(ns, ids)
+            blocks.press(client, ns, 40, seed=41)
+            assert ns.lookup(ids, keep=0).disk == 32
+        with Peer(daemon) as peer:
+            peer.hello()
+            spec = blocks.SPEC
+            opened = peer.want(m.OpenNamespace(spec, spec.digest), m.NamespaceOpened)
+            hashes = chain_hashes(spec.digest, ids, spec.block_tokens, np.zeros(32, np.uint64))
+            begin = m.Acquire(opened.namespace, 1, hashes.tobytes(), ids.tobytes(), wait=False)
+            attend = m.Attend(
+                *(opened.namespace, 0, [1], u32(len(ids)), u32(0, 1), Q_HEADS, 0, 4096, 8192)
+            )
+            # In one piece: the daemon looks at the second before any block can have arrived.
+            peer.sock.sendall(encode(3, begin) + encode(4, attend))
+            replies = dict(filter(None, (peer.receive(), peer.receive())))
+            refused = replies[4]
+            assert isinstance(refused, m.Failure), refused
+            assert refused.code == "invalid_argument"
+            assert "still coming up" in refused.message
+            peer.send(5, m.Await(1, 32))
+            found = peer.receive()
+            assert found is not None
+            peer.send(6, attend)
+            assert peer.receive() == (6, m.Done())
         assert daemon.stop() == 0
