@@ -12,6 +12,12 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import torch
+from tierkv_kernels.cuda.cache import KernelCache
+from tierkv_kernels.cuda.device import KernelDevice
+from tierkv_kernels.cuda.driver import Driver
+from tierkv_kernels.cuda.images import Images
+from tierkv_kernels.cuda.moves import PIECE_DTYPE, Mover
+from tierkv_kernels.cuda.nvrtc import Nvrtc
 
 from benchmarks.gpu_check.options import GIB, KIB, MIB, Options
 from benchmarks.gpu_check.report import Report
@@ -117,6 +123,9 @@ def _moves(report: Report, options: Options, gpu: Gpu) -> None:
     _ceilings(report, gpu, memory, host)
     for block_bytes in blocks[:: options.pick(1, 3)]:
         _time_moves(report, memory, host, block_bytes, "pinned")
+    for block_bytes in (64 * KIB, 16 * KIB)[:: options.pick(1, 2)]:
+        with report.trying(f"blocks of {block_bytes // KIB} KiB in one launch"):
+            _time_launches(report, memory, host, block_bytes)
     gpu.unpin(host)
     memory.close()
 
@@ -140,17 +149,61 @@ def _time_moves(
     report: Report, memory: GpuMemory, host: Bytes, block_bytes: int, kind: str
 ) -> None:
     """Blocks all over both memories, in batches as a daemon moves them."""
-    count = min(host.nbytes // block_bytes, 1024)
     rows = GpuRows(memory, 0, host.nbytes // block_bytes, block_bytes, block_bytes)
     here = host.reshape(-1, block_bytes)
-    order = np.random.default_rng(0)
-    to, at = (order.permutation(len(here))[:count] for _ in range(2))
-    moved = count * block_bytes
+    to, at = _scattered(len(here))
+    count, moved = len(to), len(to) * block_bytes
     report.add(
         f"{count} blocks of {block_bytes // KIB} KiB, {kind}",
         to_host_gb_s=moved / _best_s(lambda: rows.fetch(to, here, at)) / 1e9,
         to_card_gb_s=moved / _best_s(lambda: rows.store(to, here, at)) / 1e9,
     )
+
+
+def _time_launches(report: Report, memory: GpuMemory, host: Bytes, block_bytes: int) -> None:
+    """The same by a kernel that reads and writes the host's memory itself."""
+    device = KernelDevice(Driver(), memory.gpu.index, Images(Nvrtc.find(), KernelCache()))
+    here = host.reshape(-1, block_bytes)
+    to, at = _scattered(len(here))
+    down, up = (np.zeros(len(to), PIECE_DTYPE) for _ in range(2))
+    down["source"] = up["target"] = memory.address + to * block_bytes
+    down["target"] = up["source"] = host.ctypes.data + at * block_bytes
+    down["bytes"] = up["bytes"] = block_bytes
+    rows = GpuRows(memory, 0, len(here), block_bytes, block_bytes)
+    content = pattern(len(to), block_bytes)
+    with device.context:
+        stream = device.context.stream()
+        mover = Mover(device, stream)
+
+        def move(pieces: npt.NDArray[np.void]) -> None:
+            mover.move(pieces)
+            stream.synchronize()
+
+        here[at] = content
+        move(up)
+        here[at] = 0
+        rows.fetch(to, here, at)
+        right = np.array_equal(here[at], content)
+        here[at] = 0
+        move(down)
+        right &= np.array_equal(here[at], content)
+        moved = len(to) * block_bytes
+        report.add(
+            f"{len(to)} blocks of {block_bytes // KIB} KiB in one launch",
+            ok=bool(right),
+            to_host_gb_s=moved / _best_s(lambda: move(down)) / 1e9,
+            to_card_gb_s=moved / _best_s(lambda: move(up)) / 1e9,
+        )
+        mover.close()
+        stream.close()
+    device.close()
+
+
+def _scattered(slots: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Slots on the card and in the host's memory, in no order: at most 1024, as in one move."""
+    order = np.random.default_rng(0)
+    to, at = (order.permutation(slots)[:1024] for _ in range(2))
+    return to, at
 
 
 def _best_s(work: Callable[[], None]) -> float:

@@ -39,7 +39,7 @@ def gpu_check(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]
 def standin(standin_driver: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a machine whose card is simulated."""
     kernels = tmp_path_factory.mktemp("simulated")
-    wanted = [variants.merge(bf16=True, head_dim=64)]
+    wanted = [variants.merge(bf16=True, head_dim=64), variants.move()]
     wanted += [
         variants.attention(bf16=True, kv_fp8=False, head_dim=64, row_warps=warps)
         for warps in (1, 4)
@@ -67,6 +67,7 @@ def test_all_of_it(standin: dict[str, str], tmp_path: Path) -> None:
     assert result["not_held"] == []
     assert findings(result, "kernels")["cases"]["computed"] == 1
     assert findings(result, "memory")["and what it writes is seen here"]["ok"]
+    assert findings(result, "memory")["64 blocks of 64 KiB in one launch"]["ok"]
     assert findings(result, "daemon")["what it had written is right"]["ok"]
     assert any(name.startswith("gather and SDPA") for name in findings(result, "peers"))
     decode = findings(result, "decode")

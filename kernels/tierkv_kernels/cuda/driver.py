@@ -165,8 +165,12 @@ class Context:
         self.calls.cuMemFree_v2(address)
 
     def register_host(self, address: int, nbytes: int) -> None:
-        """Pin host memory, which makes copies asynchronous and fast; begins and ends at pages."""
-        self.calls.cuMemHostRegister_v2(address, nbytes, bindings.HOST_REGISTER_PORTABLE)
+        """Pin host memory, which makes copies asynchronous and fast; begins and ends at pages.
+
+        Kernels may use it, too.
+        """
+        flags = bindings.HOST_REGISTER_PORTABLE | bindings.HOST_REGISTER_DEVICEMAP
+        self.calls.cuMemHostRegister_v2(address, nbytes, flags)
 
     def unregister_host(self, address: int) -> None:
         self.calls.cuMemHostUnregister(address)
