@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tierkv_kernels.cpu.library import Library
 
 from tierkv.cli.exit_codes import Exit
 from tierkv.units import about_bytes
@@ -37,6 +38,8 @@ def test_what_is_there(tierkv: Run, two_devices: Path, cache: Path) -> None:
     code, out, _ = tierkv("kernels", "info")
     assert code == Exit.OK
     lines = {line[:15].strip(): line[15:] for line in out.splitlines()}
+    levels = Library().levels()
+    assert lines["CPU kernel"] == f"{levels[-1]}, of {', '.join(levels)}"
     assert lines["CUDA driver"] == f"13.0, {two_devices}"
     assert lines["CUDA device 0"] == f"simulated device 0, sm_90, {about_bytes(8 << 30)}"
     assert lines["CUDA device 1"].startswith("simulated device 1")
@@ -48,8 +51,10 @@ def test_what_is_missing_says_why(
     tierkv: Run, no_driver: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIERKV_LIBNVRTC", "/nowhere/libnvrtc.so")
+    monkeypatch.setenv("TIERKV_ISA", "v5")
     code, out, _ = tierkv("kernels", "info")
     assert code == Exit.OK
+    assert "TIERKV_ISA: got 'v5', want one that this CPU has" in out
     assert "no CUDA driver: /nowhere/libcuda.so.1: cannot open" in out
     assert "cannot load NVRTC: /nowhere/libnvrtc.so: cannot open" in out
     assert "CUDA device" not in out
@@ -57,6 +62,8 @@ def test_what_is_missing_says_why(
 
 def test_the_same_for_programs(tierkv: Run, two_devices: Path, cache: Path) -> None:
     found = json.loads(tierkv("kernels", "info", "--json")[1])
+    levels = Library().levels()
+    assert found["cpu"] == {"levels": levels, "level": levels[-1]}
     device = {"arch": "sm_90", "bytes": 8 << 30}
     assert found["cuda"] == {
         "driver": str(two_devices),

@@ -30,11 +30,11 @@ def kernels() -> None:
 @kernels.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; what is missing says why.")
 def info(as_json: bool) -> None:
-    """Show the CUDA driver, its devices, the compiler and the cache of compiled kernels.
+    """Show the kernel for this CPU, and the CUDA driver, devices, compiler and kernels.
 
     The compiler and the cache are those that a daemon with this environment would use.
     """
-    found = {"cuda": _cuda(), "nvrtc": _nvrtc(), "cache": _cache()}
+    found = {"cpu": _cpu(), "cuda": _cuda(), "nvrtc": _nvrtc(), "cache": _cache()}
     if as_json:
         print_json(found)
     else:
@@ -119,6 +119,17 @@ def _archs_of_devices() -> list[str]:
     return sorted({driver.device(ordinal).arch for ordinal in range(driver.device_count())})
 
 
+def _cpu() -> dict[str, Any]:
+    from tierkv_kernels import KernelError
+    from tierkv_kernels.cpu.library import Library, choose_level
+
+    try:
+        library = Library()
+        return {"levels": library.levels(), "level": choose_level(library)}
+    except KernelError as error:
+        return {"error": str(error)}
+
+
 def _cuda() -> dict[str, Any]:
     from tierkv_kernels import KernelError
     from tierkv_kernels.cuda.driver import Driver
@@ -168,8 +179,12 @@ def _version(numbers: tuple[int, int]) -> str:
 
 
 def _rows(found: dict[str, dict[str, Any]]) -> list[Row]:
-    cuda, nvrtc, cache = found["cuda"], found["nvrtc"], found["cache"]
+    cpu, cuda, nvrtc, cache = (found[key] for key in ("cpu", "cuda", "nvrtc", "cache"))
     rows: list[Row] = []
+    if "error" in cpu:
+        rows.append(("CPU kernel", cpu["error"]))
+    else:
+        rows.append(("CPU kernel", f"{cpu['level']}, of {', '.join(cpu['levels'])}"))
     if "error" in cuda:
         rows.append(("CUDA driver", cuda["error"]))
     else:

@@ -10,7 +10,7 @@ import threading
 
 import torch
 
-from tierkv_kernels.call import Call
+from tierkv_kernels.call import Call, check_shared_prefixes, check_table
 from tierkv_kernels.cuda import bindings, variants
 from tierkv_kernels.cuda.cache import KernelCache
 from tierkv_kernels.cuda.device import KernelDevice
@@ -38,6 +38,10 @@ class CudaBackend:
         Raises InvalidInput before any launch; CompileError, DriverError.
         """
         on_cpu = call.q.device.type == "cpu"
+        if on_cpu:
+            table = call.block_table.numpy()
+            check_table(table, call.plan, call.k_cache.shape[0])
+            check_shared_prefixes(table, call.plan)
         device = self._device_of(call.q.device)
         stream = DEFAULT_STREAM if on_cpu else torch.cuda.current_stream(call.q.device).cuda_stream
         launches = _launches(call, device, stream)

@@ -208,6 +208,13 @@ def test_what_the_kernel_does_not_do_is_named(
     assert message in str(caught.value)
 
 
+def test_a_block_table_on_the_host_is_checked(backend: CudaBackend) -> None:
+    batch = make_batch(MIXED)
+    batch.block_table[1, 2] = 1_000_000
+    with pytest.raises(InvalidInput, match=r"block_table: got 1000000 at \[1, 2\], want a block"):
+        backend.run(call_of(batch))
+
+
 def test_cpu_tensors_are_refused_where_the_device_cannot_read_them(
     backend: CudaBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
