@@ -20,7 +20,7 @@ from tests.service.running import Daemon, environment, running, until
 from tierkv import KVSpec
 from tierkv.errors import InvalidArgument
 from tierkv.rpc import messages as m
-from tierkv.service.attend_compute import run
+from tierkv.service.attend_compute import Computer
 from tierkv.service.attend_queue import TABLE_ENTRIES_MAX, Job, Kind
 
 SPEC = KVSpec(model="a", layers=2, kv_heads=2, head_dim=32, block_tokens=8)
@@ -367,6 +367,20 @@ def test_a_daemon_that_is_told_to_stop_ends_its_round(gate: Gate, tmp_path: Path
         assert daemon.wait() == 0, daemon.said()
 
 
+def test_steps_of_other_lengths_or_options_are_planned_anew(
+    daemon: Daemon, workers: list[Worker]
+) -> None:
+    """The same request before and after others: its plan may be kept, theirs must not be used."""
+    worker = workers[3]
+    wanted = {}
+    for changes in ({}, {"layer": 1}, {"window": 5}, {"seq_lens": u32(63)}, {"causal": False}) * 2:
+        request = msgspec.structs.replace(worker.request, **changes)
+        worker.want(request, m.Done)
+        found = wanted.setdefault(str(changes), worker.result())
+        assert worker.result() == found
+    assert len(set(wanted.values())) == 4, "one query sees the same keys, causal or not"
+
+
 # --- a round that fails ---------------------------------------------------------------------------
 
 
@@ -384,6 +398,7 @@ def test_only_those_of_a_round_fail_that_would_fail_alone() -> None:
         return Job(kind, table, lens, bounds, pool, scratch, 0, 1024, 2048)
 
     jobs = [job(0), job(1, scratch_bytes=1024), job(9), job(3)]
+    run = Computer().run
     first, second, third, fourth = run(jobs)
     assert first is None
     assert fourth is None

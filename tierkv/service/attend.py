@@ -26,7 +26,7 @@ from tierkv.core.spec import DTYPE_BYTES, KVSpec
 from tierkv.core.state import Sequence
 from tierkv.errors import InvalidArgument, LimitExceeded, TierkvError, UnknownNamespace
 from tierkv.rpc.messages import Attend, Done
-from tierkv.service.attend_compute import run
+from tierkv.service.attend_compute import Computer
 from tierkv.service.attend_queue import TABLE_ENTRIES_MAX, Job, Kind, Queue
 from tierkv.service.namespaces import Namespaces
 from tierkv.tiers.arena import Arena
@@ -58,6 +58,7 @@ class Attention:
         self._namespaces = namespaces
         self._arenas = arenas
         self._threads = ThreadPoolExecutor(threads, "tierkv-attend")
+        self._computer = Computer()
         self._idle = threads
         self._rounds: set[asyncio.Future[list[TierkvError | None]]] = set()
         self._queue = Queue()
@@ -113,7 +114,8 @@ class Attention:
             self._idle -= 1
             now_s = time.monotonic()
             self.on_round([now_s - self._asked[job].came_s for job in jobs])
-            computed = asyncio.get_running_loop().run_in_executor(self._threads, run, jobs)
+            loop = asyncio.get_running_loop()
+            computed = loop.run_in_executor(self._threads, self._computer.run, jobs)
             self._rounds.add(computed)
             computed.add_done_callback(partial(self._computed, jobs))
 

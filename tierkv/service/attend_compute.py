@@ -6,15 +6,18 @@ torch is imported at the first round, never before the daemon serves.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tierkv_kernels import Plan, plan
 
-from tierkv.core.ids import U32
+from tierkv.core.ids import I32, U32
 from tierkv.errors import InvalidArgument, TierkvError
-from tierkv.service.attend_queue import Job
+from tierkv.service.attend_queue import Job, Kind
 
 if TYPE_CHECKING:
     import torch
@@ -26,32 +29,58 @@ SPLIT_TOKENS = 512
 is computed in the same round."""
 
 
-def run(jobs: Sequence[Job]) -> list[TierkvError | None]:
-    """Compute a round; the results are in the jobs' scratch memory. Blocks: for a thread.
+class Computer:
+    """What the threads do. Each keeps its last plan: a model's layers ask one after another."""
 
-    Returns what became of each job: an error, or None. If the round fails, each of its jobs is
-    computed alone, so that only those fail that would have failed by themselves.
-    """
-    error = _attempt(jobs)
-    if error is None or len(jobs) == 1:
-        return [error] * len(jobs)
-    return [_attempt([job]) for job in jobs]
+    def __init__(self) -> None:
+        self._last = threading.local()
+
+    def run(self, jobs: Sequence[Job]) -> list[TierkvError | None]:
+        """Compute a round; the results are in the jobs' scratch memory. Blocks: for a thread.
+
+        Returns what became of each job: an error, or None. If the round fails, each of its jobs is
+        computed alone, so that only those fail that would have failed by themselves.
+        """
+        error = self._attempt(jobs)
+        if error is None or len(jobs) == 1:
+            return [error] * len(jobs)
+        return [self._attempt([job]) for job in jobs]
+
+    def _attempt(self, jobs: Sequence[Job]) -> TierkvError | None:
+        try:
+            seq_lens = np.concatenate([job.seq_lens for job in jobs]).astype(np.int32)
+            q_lens = np.concatenate([np.diff(job.q_indptr) for job in jobs]).astype(np.int32)
+            _compute(jobs, seq_lens, q_lens, self._plan(jobs[0].kind, seq_lens, q_lens))
+        except (ValueError, TypeError, RuntimeError) as error:
+            return InvalidArgument(f"attend: {error}")
+        except Exception as error:  # it touches no state, so only these requests fail
+            log.exception("attend failed")
+            return TierkvError(f"attend: {error!r}")
+        return None
+
+    def _plan(self, kind: Kind, seq_lens: I32, q_lens: I32) -> Plan:
+        """The plan of these lengths, whichever layer it is for."""
+        key = (replace(kind, layer=0), seq_lens.tobytes(), q_lens.tobytes())
+        if getattr(self._last, "key", None) != key:
+            self._last.plan = plan(
+                seq_lens,
+                q_lens,
+                num_q_heads=kind.q_heads,
+                num_kv_heads=kind.kv_heads,
+                head_dim=kind.head_dim,
+                block_size=kind.block_tokens,
+                split=SPLIT_TOKENS,
+                causal=kind.causal,
+                window=kind.window,
+            )
+            self._last.key = key
+        last: Plan = self._last.plan
+        return last
 
 
-def _attempt(jobs: Sequence[Job]) -> TierkvError | None:
-    try:
-        _compute(jobs)
-    except (ValueError, TypeError, RuntimeError) as error:
-        return InvalidArgument(f"attend: {error}")
-    except Exception as error:  # it touches no state, so only these requests fail
-        log.exception("attend failed")
-        return TierkvError(f"attend: {error!r}")
-    return None
-
-
-def _compute(jobs: Sequence[Job]) -> None:
+def _compute(jobs: Sequence[Job], seq_lens: I32, q_lens: I32, planned: Plan) -> None:
     import torch
-    from tierkv_kernels import block_view, paged_attention, plan
+    from tierkv_kernels import block_view, paged_attention
 
     kind = jobs[0].kind
     dtype = getattr(torch, kind.dtype)
@@ -64,8 +93,6 @@ def _compute(jobs: Sequence[Job]) -> None:
         dtype=dtype,
         layout=kind.layout,
     )
-    seq_lens = np.concatenate([job.seq_lens for job in jobs]).astype(np.int32)
-    q_lens = np.concatenate([np.diff(job.q_indptr) for job in jobs]).astype(np.int32)
     queries = [_rows(job, job.q_offset, dtype) for job in jobs]
     alone = len(jobs) == 1
     out, lse = paged_attention(
@@ -75,17 +102,7 @@ def _compute(jobs: Sequence[Job]) -> None:
         torch.from_numpy(_joined([job.tables for job in jobs])),
         torch.from_numpy(seq_lens),
         q_indptr=torch.from_numpy(np.cumsum(np.append(0, q_lens), dtype=np.int32)),
-        plan=plan(
-            seq_lens,
-            q_lens,
-            num_q_heads=kind.q_heads,
-            num_kv_heads=kind.kv_heads,
-            head_dim=kind.head_dim,
-            block_size=kind.block_tokens,
-            split=SPLIT_TOKENS,
-            causal=kind.causal,
-            window=kind.window,
-        ),
+        plan=planned,
         scale=kind.scale or None,
         causal=kind.causal,
         window=kind.window,
@@ -120,7 +137,7 @@ def _sums(job: Job) -> torch.Tensor:
     return flat.view(shape)
 
 
-def _joined(tables: Sequence[U32]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+def _joined(tables: Sequence[U32]) -> I32:
     """The block tables one above the other, padded with 0."""
     joined = np.zeros((sum(map(len, tables)), max(table.shape[1] for table in tables)), np.int32)
     row = 0
