@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tierkv_kernels.cuda.cache import default_directory
 
 from tierkv.cli.exit_codes import Exit
 from tierkv.config.load import SYSTEM_FILE, default_file
@@ -15,7 +16,8 @@ from tierkv.config.resolve import ARENA_FDS, Environment, Space, resolve
 from tierkv.config.schema import Config
 
 UNIT = Path(__file__).parents[2] / "systemd" / "tierkv.service"
-SPECIFIERS = {"%t": "/run", "%S": "/var/lib", "%E": "/etc"}  # systemd.unit(5), system manager
+SPECIFIERS = {"%t": "/run", "%S": "/var/lib", "%E": "/etc", "%C": "/var/cache"}
+"""systemd.unit(5), of the system manager."""
 
 
 def directives(name: str) -> list[str]:
@@ -48,10 +50,12 @@ def test_automatic_paths_are_the_directories_that_systemd_makes() -> None:
     config = resolve(Config(), environment)
     assert directives("RuntimeDirectory") == ["tierkv"]
     assert directives("StateDirectory") == ["tierkv"]
+    assert directives("CacheDirectory") == ["tierkv"]
     assert config.server.socket == "/run/tierkv/tierkv.sock"
     assert config.metrics.socket == "/run/tierkv/metrics.sock"
     assert config.server.state_dir == "/var/lib/tierkv"
     assert default_file(environment) in (SYSTEM_FILE, None)
+    assert default_directory(variables) == Path("/var/cache/tierkv/kernels")
 
 
 def test_files_of_the_arenas_outlive_the_daemon() -> None:
