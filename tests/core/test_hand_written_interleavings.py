@@ -232,8 +232,21 @@ def test_sealing_a_block_that_a_fork_holds_too_keeps_both_tables_sound(cold: boo
         stage.world.run(stage.seal(local, view, TOKENS[:8], [b"first", b"second"]))
         check_invariants(stage.world.state)
     assert stage.rows(2).tolist() == stage.rows(3).tolist()
-    view = stage.begin(4, TOKENS[:8])
-    assert stage.world.payload(view.slots, 1) == b"second"
+    view = stage.begin(4, TOKENS[:4])
+    assert len(view.slots) == 1
+    stage.finish()
+
+
+def test_sealing_a_block_that_a_fork_holds_too_hides_nothing_that_is_cached() -> None:
+    stage = Stage(8, 0, 8)
+    world, payloads = stage.world, [b"one", b"two", b"three"]
+    stage.begin(1)
+    view = stage.reserve(1, 0, 8)
+    stage.plan.fork(stage.lease, 1, 2, 8)
+    stage.begin(3)
+    world.run(stage.seal(3, stage.reserve(3, 0, 12), TOKENS[:12], payloads))
+    world.run(stage.seal(1, view, TOKENS[:4] + TOKENS[20:24], [b"one", b"other"]))
+    assert len(stage.begin(4, TOKENS[:12]).slots) == 3
     stage.finish()
 
 

@@ -12,6 +12,7 @@ KINDS = {
     "calm": {},
     "naps": {"naps": True},
     "pools": {"two_pools": True},
+    "roomy": {"roomy": True},
     "rude": {"rude": True},
     "faults": {"faults": True, "two_pools": True},
     "restarts": {"restarts": True},
@@ -26,7 +27,7 @@ def one_run(kind: str, seed: int, steps: int = 250) -> None:
     plan = Plan(
         device=random.randint(3, 8) + big,
         host=random.choice((0, 2, 2, 5)) + (big // 2 if random.random() < 0.5 else 0),
-        disk=random.choice((0, 3, 8, 24)) + big,
+        disk=1000 if KINDS[kind].get("roomy") else random.choice((0, 3, 8, 24)) + big,
         **KINDS[kind],
     )
     run = Run(seed, plan)

@@ -15,7 +15,7 @@ from world import SHAPE, World
 
 from tierkv.core.blocks import SEALED
 from tierkv.core.effects import Flow
-from tierkv.core.ids import Tier, sequence_id
+from tierkv.core.ids import NO_BLOCK, Tier, sequence_id
 from tierkv.core.invariants import active_without_device_copy, check_invariants
 from tierkv.core.matching import Chain
 from tierkv.core.records import Kind, blank
@@ -53,6 +53,8 @@ class Plan:
     restarts: bool = False
     naps: bool = False
     """Sequences mostly fall asleep and wake up again, with half-written blocks."""
+    roomy: bool = False
+    """The disk has room for all that is ever sealed, so nothing of it may get out of reach."""
 
 
 @dataclass(frozen=True)
@@ -766,6 +768,8 @@ class Run:
         rows = state.live_rows()
         assert not state.blocks.refs[rows].any()
         assert state.blocks.has_any_copy(rows).all()
+        if self.plan.roomy:
+            self._check_reach(rows)
         in_one = self.world.empty()
         at = 0
         while at < len(self.world.log):
@@ -775,6 +779,14 @@ class Run:
         check_invariants(in_one)
         check_same(state, in_one)
         check_replay(self.world.log, self.world.empty(), self.world.empty(), self.random)
+
+    def _check_reach(self, rows: np.ndarray) -> None:
+        """Every block that has a name is found: the one before it has its name, too."""
+        blocks = self.world.state.blocks
+        named = rows[blocks.is_indexed(rows)]
+        before = blocks.parent[named]
+        known = np.isin(before, blocks.id[named]) | (before == NO_BLOCK)
+        assert known.all(), f"out of reach: {blocks.id[named[~known]]}, behind {before[~known]}"
 
 
 def surely_available(world: World, pool: int) -> int:

@@ -63,6 +63,20 @@ def test_a_twin_that_another_worker_has_sealed_but_not_yet_on_disk_is_written_fi
     assert on_disk(world, 2) == [True, True]
 
 
+def test_blocks_found_instead_of_those_that_a_fork_holds_too_are_on_disk() -> None:
+    world = World(16, 0, 16)
+    engine = durable_engine(world)
+    planner, lease = world.planner, world.lease
+    view = world.stock(1, 2)
+    planner.fork(lease, 1, 2, 8)
+    world.store(3, TOKENS[:8])
+    assert on_disk(world, 3) == [False, False]
+    sums = world.write(view.slots, 0, [b"one", b"two"])
+    flow = planner.seal(lease, 1, 0, world.chain(TOKENS[:8]), *sums)
+    world.run(engine.sealing(planner.sequence(lease, 1), flow))
+    assert on_disk(world, 1) == on_disk(world, 3) == [True, True]
+
+
 def test_what_is_stored_is_on_disk_and_so_is_all_before_it() -> None:
     world = World(16, 0, 16)
     engine = durable_engine(world)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierkv.core.arrays import indices, leading
+from tierkv.core.arrays import distinct, indices, leading
 from tierkv.core.coming import MOVE_BYTES, Coming
 from tierkv.core.effects import Flow, Move, Moved
 from tierkv.core.ids import I64, U8, U64, Tier
@@ -406,6 +406,19 @@ class Planner:
         Raises InvalidArgument, UnknownSequence.
         """
         return self._sealer.seal(lease, local, first, chain, sum_hi, sum_lo)
+
+    def sealed_rows(self, sequence: Sequence) -> I64:
+        """Sealed blocks of a sequence, and those that are found under their names instead of them.
+
+        No row is there twice.
+        """
+        blocks, rows = self.state.blocks, sequence.rows
+        rows = rows[blocks.is_sealed(rows)]
+        nameless = rows[~blocks.is_indexed(rows)]
+        if not len(nameless):
+            return rows
+        named = self._named(sequence.namespace, blocks.hash_hi[nameless], blocks.hash_lo[nameless])
+        return distinct(np.concatenate([rows, named[named >= 0]]))
 
     def store(self, lease: int, namespace: int, wanted: ToStore) -> Flow[Stored]:
         """Cache blocks that a worker wrote into its stock; see ``Storer.store``.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierkv.core.arrays import indices, some
+from tierkv.core.arrays import every, indices, some
 from tierkv.core.effects import Flow, Wait
 from tierkv.core.ids import I64, U64, Tier
 from tierkv.core.matching import Chain, Matcher
@@ -81,10 +81,12 @@ class Sealer:
                 and self._sequences.sealed_count(rows) == sealed
             ):
                 break
-        twins = self._takable(sequence, sealed, twins)
+        named = self._may_be_named(sequence, sealed)
+        if len(twins) and self._is_shared(sequence, sealed):
+            twins, named = twins[:0], False
         done = len(twins)
         self._take_twins(sequence, sealed, twins, rest.part(0, done))
-        self._seal_own(sequence, sealed + done, rest.part(done, len(rest)))
+        self._seal_own(sequence, sealed + done, rest.part(done, len(rest)), named=named)
         return self._sequences.view(sequence)
 
     def _check_resealed(self, sequence: Sequence, first: int, chain: Chain) -> None:
@@ -129,15 +131,17 @@ class Sealer:
             judged, good = found, len(proven)
         return np.zeros(0, np.int64)
 
-    def _takable(self, sequence: Sequence, at: int, twins: I64) -> I64:
-        """The twins, or none if other sequences hold open blocks of this one.
+    def _may_be_named(self, sequence: Sequence, at: int) -> bool:
+        """Whether the block before has a name: behind another one nothing would be found."""
+        return every(self._state.blocks.is_indexed(sequence.rows[max(at - 1, 0) : at]))
 
-        Who shares a block shares all blocks before it, so no one may swap one of those alone.
+    def _is_shared(self, sequence: Sequence, at: int) -> bool:
+        """Whether other sequences hold open blocks of this one: then it can take no twins.
+
+        Who shares a block shares all blocks before it, so no one may swap one of those alone. Its
+        own get no names then, for those are the twins'.
         """
-        if not len(twins):
-            return twins
-        shared = self._state.blocks.refs[sequence.rows[at:]] > 1
-        return twins[:0] if some(shared) else twins
+        return some(self._state.blocks.refs[sequence.rows[at:]] > 1)
 
     def _take_twins(self, sequence: Sequence, at: int, twins: I64, filled: Filled) -> None:
         """Put cached twins in place of the sequence's own blocks, whose slots become free."""
@@ -199,23 +203,27 @@ class Sealer:
             dropped.append(records)
         return dropped
 
-    def _seal_own(self, sequence: Sequence, at: int, filled: Filled) -> None:
+    def _seal_own(self, sequence: Sequence, at: int, filled: Filled, *, named: bool) -> None:
         if not len(filled):
             return
         rows = sequence.rows[at : at + len(filled)]
         parent = self._sequences.parent_id(sequence, at)
-        records, applied = self.name(sequence.namespace, rows, parent, filled)
+        records, applied = self.name(sequence.namespace, rows, parent, filled, named=named)
         self._placement.commit(records, applied=applied)
         self.sealed(rows)
 
-    def name(self, namespace: int, rows: I64, parent: int, filled: Filled) -> tuple[Records, bool]:
+    def name(
+        self, namespace: int, rows: I64, parent: int, filled: Filled, *, named: bool = True
+    ) -> tuple[Records, bool]:
         """Records that seal these open blocks as a chain behind the block ``parent`` (an id).
 
-        And whether the state is as they say already. Then they must be logged at once.
+        And whether the state is as they say already. Then they must be logged at once. ``named``:
+        they are found under their hashes from now on, whatever was.
         """
         state, blocks, chain = self._state, self._state.blocks, filled.chain
         slots = blocks.slot[Tier.DEVICE][rows].astype(np.int64)
-        if not some(state.index.get(chain.hi, chain.lo, blocks.hash_hi, blocks.hash_lo) >= 0):
+        taken = state.index.get(chain.hi, chain.lo, blocks.hash_hi, blocks.hash_lo) >= 0
+        if named and not some(taken):
             sealed = state.structures.shortcuts.seal(
                 state, rows, parent, chain, filled.sum_hi, filled.sum_lo
             )
@@ -232,7 +240,7 @@ class Sealer:
         records["loc"] = parents
         records["gen"] = chain.extras
         records["extra_hi"], records["extra_lo"] = filled.sum_hi, filled.sum_lo
-        records["tier"] = 1
+        records["tier"] = named
         self._fill(namespace, slots, ids, parents, filled)
         return records, False
 

@@ -264,11 +264,13 @@ class Engine:
         it could not be found. Raises TierFailed; see ``on_disk``.
         """
         result = yield from flow
-        yield from self.on_disk(sequence.rows, self.planner.state.blocks.id[sequence.rows])
+        if self._durable_seal:
+            rows = self.planner.sealed_rows(sequence)
+            yield from self.on_disk(rows, self.planner.state.blocks.id[rows])
         return result
 
     def on_disk(self, rows: I64, ids: U64) -> Flow[None]:
-        """With durability "power", return when those of the blocks that are sealed are on disk.
+        """With durability "power", return when these sealed blocks are on disk.
 
         ``ids`` name the blocks that ``rows`` held. Nobody need hold them: meanwhile they stay.
         Raises TierFailed if the disk did not take them: they are sealed and survive the daemon's
@@ -278,8 +280,6 @@ class Engine:
             return
         self.planner.take_sealed()
         placement, blocks = self.planner.placement, self.planner.state.blocks
-        wanted = blocks.is_sealed(rows) | (blocks.id[rows] != ids)
-        rows, ids = rows[wanted], ids[wanted]
         with placement.kept(rows):
             yield from placement.clean_down(rows, ids)
         if not ((blocks.id[rows] == ids) & blocks.has_copy(rows, Tier.DISK)).all():
