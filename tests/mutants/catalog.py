@@ -121,7 +121,7 @@ MUTANTS = (
     _one(
         "payload not synced before its PLACE",
         MOVER,
-        "        if self._durable_writes:\n            disk.sync()\n",
+        "        if self._durable_writes:\n            self._need_disk().sync()\n",
         "",
         Simulated("power"),
     ),
@@ -245,10 +245,10 @@ MUTANTS = (
     _one(
         "block copied down after its PLACE is logged",
         MOVER,
-        "        result = disk.write(move.pool, target[chosen], arena, source[chosen])\n",
+        "        result = self._need_disk().write(pool, target[chosen], blocks, source)\n",
         "        from tierkv.tiers.entry import blank_entries\n"
         "        from tierkv.tiers.disk import WriteResult\n"
-        "        late = arena.table(move.pool)[source[chosen]]\n"
+        "        late = blocks.table(pool)[source]\n"
         "        every = np.ones(len(chosen), np.bool_)\n"
         "        result = WriteResult(every, every, late['sum_hi'], late['sum_lo'], None)\n",
         Simulated("kill"),
