@@ -8,6 +8,8 @@ sources any more, or does not compile, ends it.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.process
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -332,17 +334,26 @@ def _report(mutant: Mutant) -> None:
 
 
 def main() -> None:
-    """Each in a fork, as a mistake may end the process."""
+    """Each in a fork, as a mistake may end the process; as many at once as there are cores."""
     torch.set_num_threads(1)
     forks = multiprocessing.get_context("fork")
+    running: list[tuple[Mutant, multiprocessing.process.BaseProcess]] = []
     for mutant in (*MUTANTS, *CONTROLS):
+        if len(running) == os.cpu_count():
+            _finish(*running.pop(0))
         process = forks.Process(target=_report, args=(mutant,))
         process.start()
-        process.join()
-        if process.exitcode is None or process.exitcode > 0:
-            sys.exit(f"the mutant does not work: {mutant.name}")
-        if process.exitcode < 0:
-            print(f"{mutant.name}\tsignal {-process.exitcode}", flush=True)
+        running.append((mutant, process))
+    for one in running:
+        _finish(*one)
+
+
+def _finish(mutant: Mutant, process: multiprocessing.process.BaseProcess) -> None:
+    process.join()
+    if process.exitcode is None or process.exitcode > 0:
+        sys.exit(f"the mutant does not work: {mutant.name}")
+    if process.exitcode < 0:
+        print(f"{mutant.name}\tsignal {-process.exitcode}", flush=True)
 
 
 if __name__ == "__main__":

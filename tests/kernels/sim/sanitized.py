@@ -20,18 +20,17 @@ from tierkv_kernels.cuda.driver import arguments_of
 from tierkv_kernels.cuda.params import MergeParams
 
 from tests.kernels.sim.build import SANITIZED
-from tests.kernels.sim.simulator import SCHEDULES, SimulatedDevice, attention
+from tests.kernels.sim.simulator import SimulatedDevice, attention
 
 SHAPES = (
     Shape(lengths=((70, 1), (33, 9), (3, 5)), head_dim=64, group=3, dtype=torch.bfloat16),
-    Shape(lengths=((40, 1), (17, 2)), head_dim=256, dtype=torch.float16, layout="pool hnd"),
-    Shape(lengths=((50, 1),), head_dim=80, dtype=torch.bfloat16, kv_dtype=FP8, softcap=2.0),
+    Shape(lengths=((50, 1),), head_dim=80, dtype=torch.bfloat16, kv_dtype=FP8, layout="pool hnd"),
 )
 
 
 def attend() -> None:
     """Each shape on a schedule of its own."""
-    for shape, schedule in zip(SHAPES, SCHEDULES, strict=True):
+    for shape, schedule in zip(SHAPES, ("ring", "random"), strict=True):
         batch = make_batch(shape)
         work = plan(shape.seq_lens, shape.q_lens, **shape.geometry, **shape.mask, split=32)
         device = SimulatedDevice(schedule, options=SANITIZED)

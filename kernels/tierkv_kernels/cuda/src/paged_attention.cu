@@ -161,7 +161,7 @@ struct Finder {
   int begin, end;
 
   TKV_DEVICE Finder(const AttentionParams &params, const Work &work)
-      : table(params.block_table + 4 * work.record.table_row * params.table_row_stride),
+      : table(params.block_table + 4ll * work.record.table_row * params.table_row_stride),
         begin(work.begin),
         end(work.end) {}
 
