@@ -16,10 +16,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from tierkv_kernels.cuda.driver import Context, Driver, Stream
+from tierkv_kernels.cuda.driver import Context, Driver, Event, Stream
 from tierkv_kernels.cuda.mapping import Mapping
 from tierkv_kernels.errors import BackendUnavailable, DriverError
 
@@ -34,6 +35,13 @@ class GpuFailed(Exception):
     """The GPU refused a copy. After most errors its driver refuses all that this process asks."""
 
 
+class _Lane(NamedTuple):
+    """A stream, and what tells that its copies are done: the CPU is the engines' meanwhile."""
+
+    stream: Stream
+    done: Event
+
+
 class Gpu:
     """One GPU, ready for copies. ``name`` is its model, ``identity`` (16 bytes) this very card.
 
@@ -44,13 +52,13 @@ class Gpu:
         self.context = context
         self.name = context.device.name
         self.identity = context.device.uuid
-        self._streams: list[Stream] = []
+        self._lanes: list[_Lane] = []
         self._lending = threading.Lock()
         self._issuing = threading.Lock()
         """Held while copies are given to the GPU, or memory is pinned."""
         self.edges: list[int] = []
         """Addresses where pinned memory begins or ends, in order."""
-        weakref.finalize(self, _give_back, context, self._streams).atexit = False
+        weakref.finalize(self, _give_back, context, self._lanes).atexit = False
 
     @classmethod
     def open(cls, index: int) -> Gpu:
@@ -110,16 +118,19 @@ class Gpu:
         """A stream for some copies, which have ended when this has. Raises GpuFailed."""
         with _failing("copy blocks of the GPU"), self.context:
             with self._lending:
-                stream = self._streams.pop() if self._streams else None
-            stream = stream or self.context.stream()
+                lane = self._lanes.pop() if self._lanes else None
+            lane = lane or _Lane(self.context.stream(), self.context.event(sleeping=True))
             try:
                 with self._issuing:
-                    yield stream
-            finally:
+                    yield lane.stream
+                    lane.stream.record(lane.done)
+                lane.done.synchronize()
+            except BaseException:
                 # Whatever went wrong: no copy may touch memory that the caller takes back.
-                stream.synchronize()
+                lane.stream.synchronize()
+                raise
             with self._lending:
-                self._streams.append(stream)
+                self._lanes.append(lane)
 
 
 class GpuMemory:
@@ -249,11 +260,13 @@ class GpuRows:
                 yield device + one - start, one, other - one
 
 
-def _give_back(context: Context, streams: list[Stream]) -> None:
+def _give_back(context: Context, lanes: list[_Lane]) -> None:
     with contextlib.suppress(DriverError):
         with context:
-            while streams:
-                streams.pop().close()
+            while lanes:
+                lane = lanes.pop()
+                lane.stream.close()
+                lane.done.close()
         context.close()
 
 

@@ -6,7 +6,10 @@ The stand-in's device memory is host memory, so a test can look at what its work
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,7 +33,7 @@ from tests.service.blocks import (
     store,
     tokens,
 )
-from tests.service.running import Daemon, running, until
+from tests.service.running import Daemon, environment, running, until
 from tierkv.errors import InvalidArgument, LeaseLost, LimitExceeded, Unavailable
 from tierkv.gpu import GpuRows
 
@@ -198,6 +201,39 @@ def bystander_of(daemon: Daemon) -> Any:
     return watch
 
 
+def test_workers_share_what_lies_there(ns: Any, daemon: Daemon) -> None:
+    ids = tokens(6, seed=95)
+    with fill(ns, ids) as mine, daemon.connect("other") as other:
+        theirs = seen(other)
+        with theirs.begin(ids, keep=0) as sequence:
+            check(theirs, sequence)
+            assert np.array_equal(sequence.block_table, mine.block_table)
+            assert theirs.pool.ctypes.data != ns.pool.ctypes.data
+            rest = tokens(1, seed=96)
+            grow(theirs, sequence, rest)
+        with ns.begin(np.concatenate([ids, rest]), keep=0) as longer:
+            assert longer.cached_tokens == 7 * BLOCK
+            check(ns, longer)
+
+
+def test_a_killed_worker_leaves_what_it_sealed(ns: Any, daemon: Daemon) -> None:
+    """In a process of its own, which maps the memory, seals, writes on, and is killed."""
+    ids = tokens(4, seed=97)
+    script = (
+        "import os, sys; from tests.service.test_gpu_tier import seen;"
+        "from tests.service.blocks import fill, tokens; import tierkv;"
+        "ns = seen(tierkv.connect(sys.argv[1])); held = fill(ns, tokens(4, seed=97));"
+        "held.reserve(16); ns.pool[held.block_table[4]] = 7; os.kill(os.getpid(), 9)"
+    )
+    command = [sys.executable, "-c", script, str(daemon.socket)]
+    extra = {"TIERKV_LIBCUDA": os.environ["TIERKV_LIBCUDA"]}
+    assert subprocess.run(command, env=environment(extra), check=False).returncode == -9
+    until(lambda: len(daemon.status()["workers"]) == 1, "for the killed worker's lease")
+    with ns.begin(ids, keep=0) as sequence:
+        assert sequence.cached_from == (4 * BLOCK, 4, 0, 0)
+        check(ns, sequence)
+
+
 def test_what_lay_on_the_gpu_is_gone_with_the_daemon(driver: dict[str, str]) -> None:
     with running(sized(16, 16, 64, **GPU), extra=driver) as daemon, daemon.connect() as client:
         ns = seen(client)
@@ -231,7 +267,7 @@ def test_a_stop_loses_nothing(driver: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "call", ["cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize"]
+    "call", ["cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", "cuEventSynchronize"]
 )
 def test_a_gpu_that_fails_ends_the_daemon(driver: dict[str, str], call: str) -> None:
     broken = {**driver, "TIERKV_STANDIN_FAIL": f"{call}=700"}

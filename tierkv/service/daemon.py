@@ -400,12 +400,14 @@ def _gpu(config: Config) -> Gpu | None:
     if device.kind == "cpu":
         return None
     try:
-        return Gpu.open(device.index)
+        gpu = Gpu.open(device.index)
     except KernelError as error:
         raise ConfigError(
             f'device.kind is "cuda", but GPU {device.index} cannot be used: {error}; write "cpu" '
             "to have the device tier in RAM"
         ) from error
+    log.info("the device tier is memory of a GPU", extra={"gpu": gpu.name, "index": gpu.index})
+    return gpu
 
 
 def _listening_socket(

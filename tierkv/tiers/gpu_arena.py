@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 from tierkv_kernels.cuda.bindings import OUT_OF_MEMORY
 from tierkv_kernels.errors import DriverError, KernelError
@@ -17,6 +18,12 @@ POOLS_MAX = 1
 do in sparse files. All of it is the first pool's."""
 
 
+PATIENCE_S = 5.0
+"""How long to wait for memory that workers of the last daemon are just giving back."""
+
+LOOK_S = 0.1
+
+
 def gpu_arena(gpu: Gpu, name: str, budget_bytes: int) -> Arena:
     """A new arena on the GPU. There is never an old one: nothing proves what outlives a daemon.
 
@@ -27,19 +34,29 @@ def gpu_arena(gpu: Gpu, name: str, budget_bytes: int) -> Arena:
     if budget_bytes < 1:
         raise ConfigError(f"{name}.bytes is {budget_bytes}; it must be at least 1")
     try:
-        memory = GpuMemory.make(gpu, budget_bytes)
+        memory = _take(gpu, name, budget_bytes)
         payload = GpuPayload(memory.export_fd(), memory, budget_bytes)
-    except DriverError as error:
-        if error.code != OUT_OF_MEMORY:
-            raise TierFailed(f"cannot take memory of the {gpu.name}: {error}") from error
-        free_bytes = gpu.free_bytes()
-        raise TierFull(
-            f"the {gpu.name} has {free_bytes} bytes for the {name} tier, which is to have"
-            f" {budget_bytes}: lower {name}.bytes, or end what else uses the GPU",
-            free=free_bytes,
-            asked=budget_bytes,
-        ) from error
     except KernelError as error:
         raise TierFailed(f"cannot take memory of the {gpu.name}: {error}") from error
     os.set_inheritable(payload.fd, False)
     return Arena.on(payload, name, budget_bytes, POOLS_MAX)
+
+
+def _take(gpu: Gpu, name: str, size_bytes: int) -> GpuMemory:
+    given_up_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return GpuMemory.make(gpu, size_bytes)
+        except DriverError as error:
+            if error.code != OUT_OF_MEMORY:
+                raise
+            if time.monotonic() > given_up_s:
+                free_bytes = gpu.free_bytes()
+                raise TierFull(
+                    f"the {gpu.name} has {free_bytes} bytes for the {name} tier, which is to have "
+                    f"{size_bytes}: lower {name}.bytes, or end what else uses the GPU; workers of "
+                    "an earlier daemon keep its memory until they end or find this one",
+                    free=free_bytes,
+                    asked=size_bytes,
+                ) from error
+            time.sleep(LOOK_S)

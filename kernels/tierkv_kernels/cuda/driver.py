@@ -142,10 +142,15 @@ class Context:
         self.calls.cuStreamCreate(byref(handle), bindings.STREAM_NON_BLOCKING)
         return Stream(self.calls, handle.value or 0)
 
-    def event(self, *, timing: bool = False) -> Event:
-        """A new event; without timing it is cheaper."""
+    def event(self, *, timing: bool = False, sleeping: bool = False) -> Event:
+        """A new event; without timing it is cheaper.
+
+        sleeping: who waits for it leaves the CPU to others, and wakes up some microseconds later.
+        """
         handle = c_void_p()
         flags = bindings.EVENT_DEFAULT if timing else bindings.EVENT_DISABLE_TIMING
+        if sleeping:
+            flags |= bindings.EVENT_BLOCKING_SYNC
         self.calls.cuEventCreate(byref(handle), flags)
         return Event(self.calls, handle.value or 0)
 
