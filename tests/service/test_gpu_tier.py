@@ -149,16 +149,19 @@ def test_blocks_go_in_and_out_by_copy(ns: Any, client: tierkv.Client) -> None:
     assert np.array_equal(out[:2], data[:2])
 
 
-def test_a_block_that_rots_on_the_gpu_is_a_miss(ns: Any, client: tierkv.Client) -> None:
-    ids = tokens(4, seed=30)
-    sequence = fill(ns, ids)
-    ns.pool[sequence.block_table[2], 100] ^= 1
-    sequence.end()
-    client.flush()
-    press(client, ns, 32, seed=6000)
-    with ns.begin(ids, keep=0) as sequence:
-        assert sequence.num_tokens <= 2 * BLOCK
-        check(ns, sequence)
+def test_a_block_that_rots_on_the_gpu_is_a_miss(driver: dict[str, str]) -> None:
+    """It is not copied before it rots: blocks go down when they are evicted only."""
+    settings = sized(16, 16, 64, **GPU, **{"disk.write": "demote"})
+    with running(settings, extra=driver) as daemon, daemon.connect() as client:
+        ns, ids = seen(client), tokens(4, seed=30)
+        sequence = fill(ns, ids)
+        ns.pool[sequence.block_table[2], 100] ^= 1
+        sequence.end()
+        for seed in range(8):
+            store(ns, tokens(4, seed=6000 + seed))
+        with ns.begin(ids, keep=0) as sequence:
+            assert sequence.num_tokens == 2 * BLOCK
+            check(ns, sequence)
 
 
 def test_torch_and_others_are_told_where_the_slots_lie(ns: Any, daemon: Daemon) -> None:
