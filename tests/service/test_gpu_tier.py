@@ -259,6 +259,30 @@ def test_what_lay_on_the_gpu_is_gone_with_the_daemon(driver: dict[str, str]) -> 
         assert daemon.stop() == 0, daemon.said()
 
 
+def test_a_worker_keeps_no_memory_from_the_next_daemon(driver: dict[str, str]) -> None:
+    live_objects = ctypes.CDLL(driver["TIERKV_LIBCUDA"]).standin_live_objects
+    with running(sized(16, 16, 64, **GPU), extra=driver) as daemon:
+        with tierkv.connect(daemon.socket, reconnect_s=0.5) as client:
+            ns, ids = seen(client), tokens(4, seed=52)
+            sequence = fill(ns, ids)
+            client.flush()
+            assert live_objects() > 0
+            daemon.signal(9)
+            daemon.wait()
+            with pytest.raises(Unavailable):
+                sequence.reserve(16)
+            assert live_objects() == 0
+            with pytest.raises(Unavailable, match="the memory of its GPU"):
+                sequence.read_blocks(0, payloads(SPEC, ids))
+            daemon.start()
+            with pytest.raises(LeaseLost):
+                sequence.reserve(16)
+            with ns.begin(ids, keep=0) as sequence:
+                check(ns, sequence)
+                assert sequence.cached_tokens == 4 * BLOCK
+        assert daemon.stop() == 0, daemon.said()
+
+
 def test_a_stop_loses_nothing(driver: dict[str, str]) -> None:
     with running(sized(16, 0, 64, **GPU), extra=driver) as daemon:
         with daemon.connect() as client:

@@ -218,6 +218,7 @@ class Client:
 
     async def _attempt(self) -> Link:
         loop = asyncio.get_running_loop()
+        self._core.let_go()
         opening = Opening()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)

@@ -115,6 +115,18 @@ class ClientCore:
 
     # --- attaching --------------------------------------------------------------------------------
 
+    def let_go(self) -> None:
+        """Before connecting anew: keep no memory of a GPU from the next daemon, if that is one.
+
+        It would be another daemon's memory then, or it costs the sequences of this one.
+        """
+        if self.arena is None or self.arena.gpu is None:
+            return
+        for namespace in list(self.namespaces.values()):
+            namespace.let_go()
+        self.arena.forget()
+        self.arena = self._lease_arena = None
+
     def attach(self, arena: MappedArena, scratch: U8) -> Steps[None]:
         """Open a lease or take the old one up again; run on a new connection before all else.
 

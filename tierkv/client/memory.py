@@ -3,11 +3,12 @@ the call returns, and free the GIL."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from tierkv.core.ids import U8
+from tierkv.errors import Unavailable
 from tierkv.gpu import GpuRows
 from tierkv.native.loops import Loops, Slots
 
@@ -16,7 +17,12 @@ PIECE_BYTES = 16 << 20
 
 
 class PoolMemory(Protocol):
-    """Slots of blocks of one size. ``len`` says how many; rows are u8 [n, block_bytes]."""
+    """Slots of blocks of one size. ``len`` says how many; rows are u8 [n, block_bytes].
+
+    ``kept``: what others have made of the view; it goes with this.
+    """
+
+    kept: dict[str, Any]
 
     @property
     def view(self) -> U8 | GpuRows:
@@ -47,6 +53,7 @@ class HostPool:
     """Host memory. See PoolMemory."""
 
     def __init__(self, loops: Loops, view: U8, block_bytes: int) -> None:
+        self.kept: dict[str, Any] = {}
         self._view = view
         self.payload = view[:, :block_bytes]
         """The slots without their padding."""
@@ -84,6 +91,7 @@ class GpuPool:
     """
 
     def __init__(self, loops: Loops, view: GpuRows) -> None:
+        self.kept: dict[str, Any] = {}
         self._view = view
         self._loops = loops
 
@@ -119,3 +127,40 @@ class GpuPool:
     def settle(self) -> None:
         """See PoolMemory."""
         self._view.memory.gpu.settle()
+
+
+class GonePool:
+    """In place of a GPU's memory while no daemon is there: whatever needs it raises Unavailable.
+
+    The next daemon may need that memory, which is free only when nobody maps it. See PoolMemory.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.kept: dict[str, Any] = {}
+        self._count = count
+
+    @property
+    def view(self) -> GpuRows:
+        """See PoolMemory."""
+        raise self._gone()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def copy_in(self, slots: Slots, rows: U8) -> U8:
+        """See PoolMemory."""
+        raise self._gone()
+
+    def copy_out(self, slots: Slots, rows: U8) -> None:
+        """See PoolMemory."""
+        raise self._gone()
+
+    def checksums(self, slots: Slots) -> U8:
+        """See PoolMemory."""
+        raise self._gone()
+
+    def settle(self) -> None:
+        """See PoolMemory: it was waited for before the memory was given back."""
+
+    def _gone(self) -> Unavailable:
+        return Unavailable("the daemon is away, and the memory of its GPU with it")

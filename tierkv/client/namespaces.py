@@ -10,7 +10,7 @@ import numpy as np
 from tierkv.client.attach import MappedArena
 from tierkv.client.copying import rows_of
 from tierkv.client.core import ClientCore, Steps, expect
-from tierkv.client.memory import GpuPool, HostPool, PoolMemory
+from tierkv.client.memory import GonePool, GpuPool, HostPool, PoolMemory
 from tierkv.client.sequences import (
     ExtraKeys,
     FoundPrefix,
@@ -125,6 +125,10 @@ class NamespaceCore:
         self._map_table(arena, opened, memory)
         self.memory, self._place = memory, place
         return True
+
+    def let_go(self) -> None:
+        """Map the slots no more. Views of them that somebody holds keep the mapping."""
+        self.memory, self._place = GonePool(len(self.memory)), None
 
     def _map_slots(self, arena: MappedArena, opened: NamespaceOpened) -> PoolMemory:
         first, count, stride = opened.slot_offset, opened.slots, opened.slot_stride

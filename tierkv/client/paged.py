@@ -25,9 +25,7 @@ class PagedPool:
 
     def __init__(self, namespace: NamespaceCore) -> None:
         self._namespace = namespace
-        self._pool: object = None
         self._step = threading.local()
-        self._blocks = torch.empty(0)
         self.dtype: torch.dtype = getattr(torch, namespace.spec.dtype)
 
     @property
@@ -36,11 +34,12 @@ class PagedPool:
 
         Of layout HND it is a transposed view. Shares memory with the daemon and all other workers.
         """
-        pool = self._namespace.memory.view
-        if self._pool is not pool:
+        memory = self._namespace.memory
+        found: torch.Tensor | None = memory.kept.get("blocks")
+        if found is None:
             spec = self._namespace.spec
-            self._blocks = tierkv_kernels.block_view(
-                slots_tensor(pool),
+            found = memory.kept["blocks"] = tierkv_kernels.block_view(
+                slots_tensor(memory.view),
                 layers=spec.layers,
                 block_size=spec.block_tokens,
                 num_kv_heads=spec.kv_heads,
@@ -48,8 +47,7 @@ class PagedPool:
                 dtype=self.dtype,
                 layout=spec.layout,
             )
-            self._pool = pool
-        return self._blocks
+        return found
 
     def layer(self, layer: int) -> torch.Tensor:
         """One layer's K and V: [slots, 2, block_tokens, kv_heads, head_dim]."""

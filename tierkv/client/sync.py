@@ -231,6 +231,7 @@ class Client:
             return self._link
 
     def _attempt(self, deadline: float) -> Link:
+        self._core.let_go()
         opening = Opening()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

@@ -55,7 +55,7 @@ def _take(gpu: Gpu, name: str, size_bytes: int) -> GpuMemory:
                 raise TierFull(
                     f"the {gpu.name} has {free_bytes} bytes for the {name} tier, which is to have "
                     f"{size_bytes}: lower {name}.bytes, or end what else uses the GPU; workers of "
-                    "an earlier daemon keep its memory until they end or find this one",
+                    "an earlier daemon keep its memory until they drop their views, or end",
                     free=free_bytes,
                     asked=size_bytes,
                 ) from error
