@@ -140,9 +140,10 @@ TKV_DEVICE void shared_store_quad(u32 to, Quad x) {
 
 // ---- Asynchronous copies of 16 bytes from global to shared memory ----
 
-// With wanted == false nothing is read and 16 zeros are written.
+// With wanted == false nothing is read and 16 zeros are written. The L2 cache is told to fetch 128 bytes,
+// as other threads ask for the rest of them at once.
 TKV_DEVICE void copy_async(u32 to, u64 from, bool wanted) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(wanted ? 16 : 0)
                : "memory");
 }

@@ -91,7 +91,8 @@ struct Sight {
 TKV_DEVICE Work find_work(const AttentionParams &params) {
   Work work;
   int rest = dev::block();
-  const int row_tile = rest % params.row_tiles;
+  // The last rows of a record see the most keys: they begin first.
+  const int row_tile = params.row_tiles - 1 - rest % params.row_tiles;
   rest /= params.row_tiles;
   work.head = rest % params.num_kv_heads;
   const u64 at = params.records + static_cast<u64>(rest / params.num_kv_heads) * sizeof(WorkRecord);
