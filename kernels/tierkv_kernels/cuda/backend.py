@@ -43,7 +43,9 @@ class CudaBackend:
             check_table(table, call.plan, call.k_cache.shape[0])
             check_shared_prefixes(table, call.plan)
         device = self._device_of(call.q.device)
-        stream = DEFAULT_STREAM if on_cpu else torch.cuda.current_stream(call.q.device).cuda_stream
+        stream = (
+            DEFAULT_STREAM if on_cpu else torch.cuda.current_stream(call.q.device.index).cuda_stream
+        )
         launches = _launches(call, device, stream)
         if device.context.is_current():
             launches.run(call, stream)

@@ -6,7 +6,7 @@ strides and no more.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from tierkv_kernels.errors import require
 from tierkv_kernels.work import Plan
 
 GRID_MAX = 2**31 - 1
+
+_Addresses = tuple[int, int, int, int, int, int]
+"""Of q, k_cache, v_cache, block_table, out and lse, which is 0 if nobody wants it."""
 
 
 class Kernel(Protocol):
@@ -75,22 +78,18 @@ class PlanLaunches:
         Raises InvalidInput before any launch, DriverError.
         """
         form = _form(call)
-        addresses = _Addresses(
-            q=call.q.data_ptr(),
-            k_cache=call.k_cache.data_ptr(),
-            v_cache=call.v_cache.data_ptr(),
-            block_table=call.block_table.data_ptr(),
-            out=call.out.data_ptr(),
-            lse=0 if call.lse is None else call.lse.data_ptr(),
-        )
-        if form != self._form or addresses.are_odd():
+        q, k_cache, v_cache = call.q.data_ptr(), call.k_cache.data_ptr(), call.v_cache.data_ptr()
+        out = call.out.data_ptr()
+        lse = 0 if call.lse is None else call.lse.data_ptr()
+        addresses = (q, k_cache, v_cache, call.block_table.data_ptr(), out, lse)
+        if form != self._form or (q | k_cache | v_cache | out) % ROW_BYTES:
             check_limits(call)
             self._set_form(call)
             self._form = form
         for launch in self._attention:
             launch.run(addresses, stream)
         if self._merge:
-            self._merge.run(addresses, stream)
+            self._merge.run(out, lse, stream)
 
     def _set_form(self, call: Call) -> None:
         for launch in self._attention:
@@ -99,25 +98,11 @@ class PlanLaunches:
             self._merge.set_form(call)
 
 
-class _Addresses(NamedTuple):
-    """What differs from layer to layer; of lse 0 if nobody wants it."""
-
-    q: int
-    k_cache: int
-    v_cache: int
-    block_table: int
-    out: int
-    lse: int
-
-    def are_odd(self) -> bool:
-        """Whether one is not as ``check_limits`` wants it."""
-        return (self.q | self.k_cache | self.v_cache | self.out) % ROW_BYTES != 0
-
-
 def _form(call: Call) -> tuple[object, ...]:
     """What is most often the same from layer to layer, and is checked and set when it is not."""
     return (
         call.q.stride(),
+        len(call.k_cache),
         call.k_cache.stride(),
         call.v_cache.stride(),
         call.block_table.stride(),
@@ -231,6 +216,6 @@ class _MergeLaunch:
     def set_form(self, call: Call) -> None:
         self._params.out_token_stride, self._params.out_head_stride, _ = call.out.stride()
 
-    def run(self, addresses: _Addresses, stream: int) -> None:
-        self._params.out, self._params.lse = addresses.out, addresses.lse
+    def run(self, out: int, lse: int, stream: int) -> None:
+        self._params.out, self._params.lse = out, lse
         self._function.launch(self._grid, THREADS, 0, stream, self._arguments)

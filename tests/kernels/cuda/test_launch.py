@@ -132,6 +132,26 @@ def test_a_plan_serves_tensors_that_lie_differently(backend: CudaBackend) -> Non
         assert room[:, 5].isnan().all()
 
 
+def test_strides_count_only_where_there_are_several(backend: CudaBackend) -> None:
+    shape = dataclasses.replace(DECODE, lengths=((8, 1),))
+    batch = make_batch(shape)
+    work = plan(shape.seq_lens, shape.q_lens, **shape.geometry)
+    used = int(batch.block_table[0, 0])
+    k_cache = torch.zeros(3 * 1025, dtype=batch.q.dtype).as_strided(
+        (3, 8, 2, 64), (1025, 128, 64, 1)
+    )
+    k_cache[0] = batch.k_cache[used]
+    v_cache = torch.zeros_like(batch.v_cache)
+    v_cache[0] = batch.v_cache[used]
+    table = torch.zeros_like(batch.block_table)
+    one = dataclasses.replace(batch, k_cache=k_cache[:1], v_cache=v_cache[:1], block_table=table)
+    run(backend, one, work)
+    with pytest.raises(InvalidInput, match=r"k_cache: got strides \(1025, "):
+        backend.run(
+            call_of(dataclasses.replace(one, k_cache=k_cache[:2], v_cache=v_cache[:2]), work)
+        )
+
+
 def test_a_plan_with_nothing_to_do(backend: CudaBackend) -> None:
     batch = make_batch(dataclasses.replace(DECODE, lengths=((9, 0), (0, 0))))
     assert run(backend, batch).out.shape == (0, 8, 64)
