@@ -21,7 +21,7 @@ import torch
 from benchmarks.gpu_check.options import MIB, Options
 from benchmarks.gpu_check.report import Report
 
-NEEDED = ("click", "lmdb", "msgspec", "prometheus_client", "rich", "xxhash")
+NEEDED = ("aiofiles", "click", "lmdb", "msgspec", "prometheus_client", "rich", "xxhash")
 BLOCKS = 32
 
 

@@ -33,7 +33,7 @@ from tests.service.blocks import (
     store,
     tokens,
 )
-from tests.service.running import Daemon, environment, running, until
+from tests.service.running import Daemon, environment, run_cli, running, until
 from tierkv.errors import InvalidArgument, LeaseLost, LimitExceeded, Unavailable
 from tierkv.gpu import GpuRows
 
@@ -280,6 +280,28 @@ def test_a_worker_keeps_no_memory_from_the_next_daemon(driver: dict[str, str]) -
             with ns.begin(ids, keep=0) as sequence:
                 check(ns, sequence)
                 assert sequence.cached_tokens == 4 * BLOCK
+        assert daemon.stop() == 0, daemon.said()
+
+
+def test_a_repair_needs_no_gpu(driver: dict[str, str]) -> None:
+    with running(sized(16, 16, 64, **GPU), extra=driver) as daemon:
+        with daemon.connect() as client:
+            store(seen(client), tokens(4, seed=61))
+            client.flush()
+        daemon.signal(9)
+        daemon.wait()
+        (segment,) = (daemon.state / "data").glob("*.seg")
+        with segment.open("r+b") as file:
+            file.seek(4096 + 100)  # in the payload of the first slot
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+        larger = ("--set", f"device.bytes={1 << 50}")  # than any machine's memory
+        said = run_cli("verify", "--deep", "--repair", *daemon.flags, *larger)
+        assert "put right" in said.stdout, said
+        daemon.start()
+        with daemon.connect() as client, fill(seen(client), tokens(4, seed=61)) as sequence:
+            assert sequence.cached_tokens < 4 * BLOCK
         assert daemon.stop() == 0, daemon.said()
 
 

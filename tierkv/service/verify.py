@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 from tierkv_wal import EndKind, WalError
 
 from tierkv.config.schema import Config
@@ -23,6 +24,7 @@ from tierkv.service.store import StateDirectory
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.arena_files import ArenaFiles
 from tierkv.tiers.disk import DiskTier
+from tierkv.units import MiB
 
 BATCH = 64
 
@@ -67,6 +69,9 @@ def verify(
     path = Path(config.server.state_dir)
     if not path.exists():
         return VerifyReport()
+    if config.device.kind == "cuda":
+        # What lay on the GPU is gone: no arena of that size is to be looked for in RAM.
+        config = replace(config, device=replace(config.device, bytes=MiB))
     directory = StateDirectory.open(path)
     try:
         report = _report_of(_look, config, directory, progress, deep)
