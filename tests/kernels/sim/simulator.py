@@ -48,7 +48,9 @@ class Simulated:
         self.shared_given = shared_bytes
         schedule = SCHEDULES.index(self._schedule)
         self._library.cusim_schedule(schedule, ctypes.c_uint64(self._seed))
-        if self._library.cusim_launch(self._name, grid[0], threads, shared_bytes, arguments):
+        failed = self._library.cusim_launch(self._name, grid[0], threads, shared_bytes, arguments)
+        self._library.cusim_schedule(0, ctypes.c_uint64(0))
+        if failed:
             raise SimulatorError(self._library.cusim_error().decode())
 
     @property
@@ -99,9 +101,13 @@ class SimulatedDevice:
         """Fill ``call.out`` and ``call.lse``. Raises InvalidInput, SimulatorError."""
         check_limits(call)
         launches = PlanLaunches(call, self)  # type: ignore[arg-type]  # launches and no more
-        for function in self.functions.values():
-            function.allow_copies_from((call.k_cache, call.v_cache))
-        launches.run(call, 0)
+        try:
+            for function in self.functions.values():
+                function.allow_copies_from((call.k_cache, call.v_cache))
+            launches.run(call, 0)
+        finally:  # whoever loads the same library finds it as it was
+            for function in self.functions.values():
+                function.allow_copies_from(())
 
 
 def attention(
