@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tierkv_kernels.call import Call, check_call
 from tierkv_kernels.cuda import bindings, variants
 from tierkv_kernels.cuda.backend import CudaBackend
 from tierkv_kernels.cuda.cache import KernelCache
-from tierkv_kernels.cuda.driver import Device, Driver
+from tierkv_kernels.cuda.driver import Context, Device, Driver
 from tierkv_kernels.cuda.images import Images
 from tierkv_kernels.cuda.nvrtc import Nvrtc
 from tierkv_kernels.errors import CompileError, DriverError
@@ -163,6 +164,22 @@ def test_a_thread_that_never_saw_the_device(backend: CudaBackend) -> None:
     thread.start()
     thread.join()
     assert done
+
+
+def test_threads_share_a_backend(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+    load = Context.module
+
+    def counting(context: Context, image: bytes) -> Any:
+        loaded.append(image)
+        return load(context, image)
+
+    monkeypatch.setattr(Context, "module", counting)
+    batches = [make_batch(dataclasses.replace(DECODE, seed=seed)) for seed in range(4)]
+    with ThreadPoolExecutor(len(batches)) as pool:
+        calls = list(pool.map(lambda batch: run(backend, batch), batches))
+    assert len(calls) == len(batches)
+    assert len(loaded) == 1
 
 
 def padded(cache: torch.Tensor) -> torch.Tensor:
