@@ -327,7 +327,7 @@ def test_a_gpu_that_fails_ends_the_daemon(driver: dict[str, str], call: str) -> 
             ns, ids = seen(client), tokens(8, seed=70)
             with suppress(Unavailable):
                 store(ns, ids)
-                client.flush(timeout_s=5)
+                client.flush(timeout_s=1)
                 for seed in range(8):
                     store(ns, tokens(4, seed=seed))
                 ns.begin(ids, keep=0)
