@@ -27,6 +27,12 @@ struct cut {
     bool few;
 };
 
+/* A thread's units: those from ``first`` on that lie next to each other, of which others may take the
+ * last ones when they have none left. The first in the low half, the end in the high half. */
+struct share {
+    _Alignas(64) atomic_ullong range;
+};
+
 struct job {
     struct task task;
     const struct cut *cuts;
@@ -35,7 +41,9 @@ struct job {
     const int32_t *record_of_partial;
     char *memory;
     size_t memory_per_thread;
-    atomic_llong next_unit, next_merge;
+    struct share *shares; /* [threads] */
+    int threads;
+    atomic_llong next_merge;
 };
 
 static int64_t up_to_line(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -181,14 +189,41 @@ static void merge_share(void *argument, int thread) {
 
 /* ---- A call ---- */
 
+static int64_t first_of(unsigned long long range) { return (int64_t)(range & UINT32_MAX); }
+static int64_t end_of(unsigned long long range) { return (int64_t)(range >> 32); }
+
+/* Take the first or the last unit of a share; -1: there is none. */
+static int64_t take_unit(struct share *share, bool last) {
+    unsigned long long range = atomic_load(&share->range), less;
+    do {
+        if (first_of(range) == end_of(range)) return -1;
+        less = last ? range - (1ull << 32) : range + 1;
+    } while (!atomic_compare_exchange_weak(&share->range, &range, less));
+    return last ? end_of(range) - 1 : first_of(range);
+}
+
+static int64_t next_unit(struct job *job, int thread) {
+    int64_t unit = take_unit(job->shares + thread, false);
+    for (int i = 1; unit < 0 && i < job->threads; i++)
+        unit = take_unit(job->shares + (thread + i) % job->threads, true);
+    return unit;
+}
+
+/* The unit that this thread will most likely do next; NULL: not known. */
+static const struct unit *unit_after(struct job *job, int thread) {
+    unsigned long long range = atomic_load(&job->shares[thread].range);
+    if (first_of(range) == end_of(range)) return NULL;
+    const struct unit *unit = job->units + first_of(range);
+    return is_few(job->task.call, unit->record) ? unit : NULL;
+}
+
 static void unit_share(void *argument, int thread) {
     struct job *job = argument;
     char *memory = job->memory + (size_t)thread * job->memory_per_thread;
-    for (;;) {
-        int64_t n = atomic_fetch_add(&job->next_unit, 1);
-        if (n >= job->num_units) return;
+    for (int64_t n; (n = next_unit(job, thread)) >= 0;) {
         const struct unit *unit = job->units + n;
-        if (is_few(job->task.call, unit->record)) few_rows(&job->task, unit, memory);
+        if (is_few(job->task.call, unit->record))
+            few_rows(&job->task, unit, unit_after(job, thread), memory);
         else many_rows(&job->task, unit, memory);
     }
 }
@@ -248,13 +283,16 @@ static enum result run(struct pool *pool, const struct attention *call) {
     int64_t rows = num_states * call->kv_heads * call->group;
     int64_t bytes = up_to_line((int64_t)sizeof(struct unit) * num_units * head_units) +
                     up_to_line(4 * call->num_partials) + up_to_line(4 * rows * call->head_dim) +
-                    2 * up_to_line(4 * rows) + (int64_t)per_thread * threads;
+                    2 * up_to_line(4 * rows) +
+                    ((int64_t)per_thread + (int64_t)sizeof(struct share)) * threads;
     char *memory = pool_memory(pool, (size_t)bytes);
     if (memory == NULL) {
         free(cuts);
         return NO_MEMORY;
     }
     struct job job = {.task = {.call = call}, .cuts = cuts, .memory_per_thread = per_thread};
+    job.threads = threads;
+    job.shares = (struct share *)take(&memory, (int64_t)sizeof(struct share) * threads);
     job.memory = take(&memory, (int64_t)per_thread * threads);
     job.task.states.sum = (float *)take(&memory, 4 * rows * call->head_dim);
     job.task.states.largest = (float *)take(&memory, 4 * rows);
@@ -271,6 +309,11 @@ static enum result run(struct pool *pool, const struct attention *call) {
                 record_of_partial[record->part + t] = (int32_t)i;
     }
     job.record_of_partial = record_of_partial;
+    for (int64_t i = 0; i < threads; i++) {
+        uint64_t first = (uint64_t)(job.num_units * i / threads);
+        uint64_t end = (uint64_t)(job.num_units * (i + 1) / threads);
+        atomic_init(&job.shares[i].range, first | end << 32);
+    }
     pool_run(pool, threads, unit_share, &job);
     if (num_states > 0) pool_run(pool, threads, merge_share, &job);
     free(cuts);

@@ -2,7 +2,7 @@
  *
  * A unit goes through its keys in tiles of 16 tokens. All KV heads of a tile come one after another,
  * so a tile is read in about the order in which it lies in memory, and the lines of the next tile are
- * asked for a few at a time, between the steps of this one. Rows go in groups of 4, 2 or 1. Scores of
+ * asked for meanwhile (see struct stream). Rows go in groups of 4, 2 or 1. Scores of
  * a group are W at a time, token-major: lane i is row i % rows of token i / rows. */
 #ifndef TIERKV_FEW_ROWS_H
 #define TIERKV_FEW_ROWS_H
@@ -31,63 +31,105 @@ struct group {
     Floats largest, weight; /* a lane's row is lane % rows; lanes of weight are to be added up */
     Ints lo, hi;            /* the keys it sees */
     int32_t lo_max, hi_min;
-    int32_t head, first_row, rows, real_rows;
+    int32_t head; /* of the unit's */
+    int32_t first_row, rows, real_rows;
     float *q;   /* [rows][q_stride], placed as K is; or bfloat16 for the dot product */
     float *sum; /* [rows][head_dim] */
 };
 
-struct run {
-    const char *at;
-    int64_t lines;
+/* Where the rows of some tokens lie, those of the first KV head of the unit. */
+struct rows_at {
+    const char *k[TILE], *v[TILE]; /* past the last token: that one again */
+    int32_t tokens, heads;
 };
 
-/* What to ask memory for ahead of time: runs of cache lines, a few lines per step. */
-struct ahead {
-    struct run now;
-    int32_t next, count, lines_per_step;
-    struct run runs[2 * TILE];
+/* The next tile, asked for ahead of time: in the order in which it lies in memory, spread evenly over
+ * the work on this one, and twice in all. A core drops requests that come while too many are on their
+ * way, hence the second time; and it drops most of those that come in a burst, hence a position that
+ * goes through memory and so takes a few cycles from one line to the next. */
+struct stream {
+    const char *volatile at;
+    int64_t lines; /* left in this run */
+    int32_t cache, head, token, times; /* where the next run begins: K or V, and which row of it */
 };
+#define STREAM_TIMES 2
+/* Lines asked for per line read. Together that is the whole tile as often. */
+#define STREAM_PER_KEY 1
+#define STREAM_PER_VALUE 3
 
 struct tile {
     const struct attention *call;
-    int32_t begin, tokens;
+    int32_t begin;
     float factor; /* of a score before the soft cap */
-    const char *k[TILE], *v[TILE]; /* rows of head 0; those past ``tokens`` repeat the last one */
-    struct ahead ahead;
+    struct rows_at now, next;
+    struct stream stream;
     float weights[TILE * GROUP_ROWS] __attribute__((aligned(64)));
 };
 
-INLINE void ask_ahead(struct ahead *ahead) {
-    for (int i = 0; i < ahead->lines_per_step; i++) {
-        if (ahead->now.lines == 0) {
-            if (ahead->next == ahead->count) return;
-            ahead->now = ahead->runs[ahead->next++];
+/* Rows that lie one after another are one run. 0: there is none left. */
+static __attribute__((noinline)) int next_run(struct tile *tile) {
+    struct stream *stream = &tile->stream;
+    const struct attention *call = tile->call;
+    int32_t tokens = tile->next.tokens, heads = tile->next.heads;
+    if (tokens == 0 || stream->times == STREAM_TIMES) return 0;
+    int64_t row_bytes = call->head_dim * bytes_of(call->kv_type);
+    const struct cache *cache = stream->cache ? &call->v : &call->k;
+    const char *const *rows = stream->cache ? tile->next.v : tile->next.k;
+    int64_t head_bytes = cache->head_stride * bytes_of(call->kv_type);
+    int all_heads = head_bytes == row_bytes; /* of a token, one after another */
+    if (all_heads) row_bytes *= heads;
+    const char *begin = rows[stream->token] + stream->head * head_bytes;
+    int64_t bytes = 0;
+    do bytes += row_bytes;
+    while (++stream->token < tokens && rows[stream->token] == rows[stream->token - 1] + row_bytes);
+    if (stream->token == tokens) {
+        stream->token = 0;
+        if (all_heads || ++stream->head == heads) {
+            stream->head = 0;
+            stream->times += stream->cache;
+            stream->cache = !stream->cache;
         }
-        __builtin_prefetch(ahead->now.at);
-        ahead->now.at += LINE;
-        ahead->now.lines--;
     }
+    int64_t past_line = (int64_t)((uintptr_t)begin % LINE);
+    stream->at = begin - past_line;
+    stream->lines = (bytes + past_line + LINE - 1) / LINE;
+    return 1;
+}
+
+/* Ask for as many lines as ``bytes`` are; some may lie past the end of a run. */
+INLINE void ask_ahead(struct tile *tile, int64_t bytes) {
+    struct stream *stream = &tile->stream;
+    if (stream->lines <= 0 && !next_run(tile)) return;
+    const int lines = bytes < LINE ? 1 : (int)(bytes / LINE);
+    UNROLL for (int i = 0; i < lines; i++) {
+        const char *at = stream->at;
+        __builtin_prefetch(at);
+        stream->at = at + LINE;
+    }
+    stream->lines -= lines;
 }
 
 /* Scores of W / rows tokens. */
 INLINE Floats scores(
-    enum type type, int rows, const struct group *group, const char *const *k, int64_t offset,
-    int dim
+    enum type type, int rows, struct tile *tile, const struct group *group, int first,
+    int64_t offset, int dim
 ) {
     int tokens = W / rows;
+    const char *const *k = tile->now.k + first;
     Floats sum[W];
     UNROLL for (int i = 0; i < W; i++) sum[i] = (Floats){0};
     int d = 0;
     for (; d + 2 * W <= dim; d += 2 * W) {
         UNROLL for (int t = 0; t < tokens; t++) {
-            Floats first, second;
-            load_pair(type, k[t] + offset + d * bytes_of(type), &first, &second);
+            Floats one, two;
+            load_pair(type, k[t] + offset + d * bytes_of(type), &one, &two);
             UNROLL for (int r = 0; r < rows; r++) {
                 const float *q = group->q + r * dim + d;
-                sum[t * rows + r] += first * load(q);
-                sum[t * rows + r] += second * load(q + W);
+                sum[t * rows + r] += one * load(q);
+                sum[t * rows + r] += two * load(q + W);
             }
         }
+        ask_ahead(tile, STREAM_PER_KEY * tokens * 2 * W * bytes_of(type));
     }
     for (; d < dim; d += W) {
         UNROLL for (int t = 0; t < tokens; t++) {
@@ -104,9 +146,11 @@ INLINE Floats scores(
 
 /* The same for K and q in bfloat16. */
 INLINE Floats scores_by_dot(
-    int rows, const struct group *group, const char *const *k, int64_t offset, int dim
+    int rows, struct tile *tile, const struct group *group, int first, int64_t offset,
+    int dim
 ) {
     int tokens = W / rows;
+    const char *const *k = tile->now.k + first;
     int padded = (dim + DOT_NUMBERS - 1) / DOT_NUMBERS * DOT_NUMBERS;
     const uint16_t *q = (const uint16_t *)group->q;
     __m512 sum[W];
@@ -120,6 +164,7 @@ INLINE Floats scores_by_dot(
                 sum[t * rows + r] = _mm512_dpbf16_ps(sum[t * rows + r], key, query);
             }
         }
+        ask_ahead(tile, STREAM_PER_KEY * tokens * LINE);
     }
     if (d < dim) { /* 16 are left; q is padded with zeros */
         UNROLL for (int t = 0; t < tokens; t++) {
@@ -155,8 +200,8 @@ INLINE void add_values(
     Floats sum[GROUP_ROWS][8];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int i = 0; i < vectors; i++) sum[r][i] = load(group->sum + r * dim + d + i * W);
-    for (int t = 0; t < tile->tokens; t++) {
-        const char *row = tile->v[t] + offset + d * bytes_of(type);
+    for (int t = 0; t < tile->now.tokens; t++) {
+        const char *row = tile->now.v[t] + offset + d * bytes_of(type);
         Floats values[8];
         if (vectors == 1) values[0] = load_lone(type, row);
         else
@@ -166,7 +211,7 @@ INLINE void add_values(
             Floats weight = broadcast(tile->weights[t * rows + r]);
             UNROLL for (int i = 0; i < vectors; i++) sum[r][i] += weight * values[i];
         }
-        ask_ahead(&tile->ahead);
+        ask_ahead(tile, STREAM_PER_VALUE * vectors * W * bytes_of(type));
     }
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int i = 0; i < vectors; i++)
@@ -183,16 +228,16 @@ INLINE void group_tile(enum type type, int dot, int rows, struct tile *tile, str
 
     Floats score[TILE * GROUP_ROWS / W];
     Floats largest = broadcast(-INFINITY);
-    int32_t end = tile->begin + tile->tokens;
-    int masked = tile->tokens < TILE || tile->begin < group->lo_max || end > group->hi_min;
+    int32_t end = tile->begin + tile->now.tokens;
+    int masked = tile->now.tokens < TILE || tile->begin < group->lo_max || end > group->hi_min;
     for (int i = 0; i < vectors; i++) {
         Floats s = broadcast(-INFINITY);
-        if (i * tokens < tile->tokens) {
+        if (i * tokens < tile->now.tokens) {
 #if HAS_DOT
-            if (dot) s = scores_by_dot(rows, group, tile->k + i * tokens, k_offset, dim);
+            if (dot) s = scores_by_dot(rows, tile, group, i * tokens, k_offset, dim);
             else
 #endif
-                s = scores(type, rows, group, tile->k + i * tokens, k_offset, dim);
+                s = scores(type, rows, tile, group, i * tokens, k_offset, dim);
             s *= tile->factor;
             if (call->softcap > 0) s = soft_capped(s, call->softcap) * LOG2_E;
             if (masked) {
@@ -203,7 +248,6 @@ INLINE void group_tile(enum type type, int dot, int rows, struct tile *tile, str
         }
         score[i] = s;
         largest = larger(largest, s);
-        ask_ahead(&tile->ahead);
     }
     largest = largest_of_rows(larger(group->largest, largest), rows);
     Ints grown = largest > group->largest + HEADROOM;
@@ -272,7 +316,7 @@ static void take_queries(const struct attention *call, const struct unit *unit, 
     int dim = call->head_dim, dot = HAS_DOT && call->kv_type == BF16;
     memset(g->q, 0, group_bytes(dim));
     for (int r = 0; r < g->real_rows; r++) {
-        const char *row = query_row(call, unit->record, g->head, g->first_row + r);
+        const char *row = query_row(call, unit->record, unit->first_head + g->head, g->first_row + r);
         if (dot) {
             int padded = (dim + 31) / 32 * 32;
             memcpy((uint16_t *)g->q + r * padded, row, sizeof(uint16_t) * (size_t)dim);
@@ -310,7 +354,7 @@ static int begin_groups(
         int end = unit->first_row + unit->rows;
         for (int row = unit->first_row; row < end; count++) {
             struct group *g = groups + count;
-            g->head = unit->first_head + head;
+            g->head = head;
             g->first_row = row;
             g->rows = rows_together(end - row);
             g->real_rows = end - row < g->rows ? end - row : g->rows;
@@ -329,7 +373,7 @@ static void end_group(const struct task *task, const struct unit *unit, const st
         float weight = 0;
         for (int lane = r; lane < W; lane += g->rows) weight += g->weight[lane];
         const float *sum = g->sum + r * task->call->head_dim;
-        put_row(task, unit, g->head, g->first_row + r, sum, g->largest[r], weight);
+        put_row(task, unit, unit->first_head + g->head, g->first_row + r, sum, g->largest[r], weight);
     }
 }
 
@@ -341,46 +385,28 @@ static int32_t tile_end(const struct unit *unit, int32_t token) {
 }
 
 static void find_rows(
-    const struct attention *call, const struct unit *unit, const struct cache *cache, int32_t begin,
-    int32_t end, const char **rows
+    const struct attention *call, const struct unit *unit, int32_t begin, struct rows_at *rows
 ) {
-    for (int32_t token = begin; token < end; token++)
-        rows[token - begin] = cache_row(call, cache, unit->record, token);
-    for (int i = end - begin; i < TILE; i++) rows[i] = rows[end - begin - 1];
-}
-
-static void add_run(struct ahead *ahead, const char *at, int64_t bytes) {
-    const char *first = (const char *)((uintptr_t)at / LINE * LINE);
-    int64_t lines = (at + bytes - first + LINE - 1) / LINE;
-    struct run *last = ahead->runs + ahead->count - 1;
-    if (ahead->count > 0 && last->at + last->lines * LINE == first) last->lines += lines;
-    else ahead->runs[ahead->count++] = (struct run){first, lines};
-}
-
-static void plan_ahead(struct ahead *ahead, const struct attention *call, const struct unit *unit,
-                       int32_t begin, int steps) {
-    ahead->now.lines = 0;
-    ahead->next = ahead->count = 0;
-    ahead->lines_per_step = 0;
-    if (begin >= unit->kv_end) return;
-    int64_t size = bytes_of(call->kv_type), lines = 0;
-    const struct cache *caches[2] = {&call->k, &call->v};
-    int32_t end = tile_end(unit, begin);
-    for (int i = 0; i < 2; i++) {
-        int64_t head_bytes = call->head_dim * size;
-        for (int32_t token = begin; token < end; token++) {
-            const char *row = cache_row(call, caches[i], unit->record, token);
-            row += unit->first_head * caches[i]->head_stride * size;
-            add_run(ahead, row, caches[i]->head_stride == call->head_dim
-                                    ? unit->heads * head_bytes : head_bytes);
-        }
+    int64_t size = bytes_of(call->kv_type);
+    int64_t k_offset = unit->first_head * call->k.head_stride * size;
+    int64_t v_offset = unit->first_head * call->v.head_stride * size;
+    rows->heads = unit->heads;
+    rows->tokens = begin < unit->kv_end ? tile_end(unit, begin) - begin : 0;
+    for (int i = 0; i < rows->tokens; i++) {
+        rows->k[i] = cache_row(call, &call->k, unit->record, begin + i) + k_offset;
+        rows->v[i] = cache_row(call, &call->v, unit->record, begin + i) + v_offset;
     }
-    for (int i = 0; i < ahead->count; i++) lines += ahead->runs[i].lines;
-    ahead->lines_per_step = (int32_t)((lines + steps - 1) / steps);
+    for (int i = rows->tokens; i < TILE && rows->tokens > 0; i++) {
+        rows->k[i] = rows->k[rows->tokens - 1];
+        rows->v[i] = rows->v[rows->tokens - 1];
+    }
 }
 
-/* Work a unit off. ``memory``: few_rows_memory() bytes, 64-byte aligned. */
-static void few_rows(const struct task *task, const struct unit *unit, char *memory) {
+/* Work a unit off, and ask for the first tile of ``after``, which may be NULL. ``memory``:
+ * few_rows_memory() bytes, 64-byte aligned. */
+static void few_rows(
+    const struct task *task, const struct unit *unit, const struct unit *after, char *memory
+) {
     const struct attention *call = task->call;
     struct tile *tile = (struct tile *)memory;
     struct group *groups = (struct group *)(tile + 1);
@@ -388,16 +414,17 @@ static void few_rows(const struct task *task, const struct unit *unit, char *mem
     int count = begin_groups(call, unit, groups, (char *)(groups + per_head * unit->heads));
     tile->call = call;
     tile->factor = score_factor(call) * (call->softcap > 0 ? 1.0f : LOG2_E);
-    for (int32_t begin = unit->kv_begin; begin < unit->kv_end;) {
-        int32_t end = tile_end(unit, begin);
-        tile->begin = begin;
-        tile->tokens = end - begin;
-        find_rows(call, unit, &call->k, begin, end, tile->k);
-        find_rows(call, unit, &call->v, begin, end, tile->v);
-        plan_ahead(&tile->ahead, call, unit, end, count * 36);
+    find_rows(call, unit, unit->kv_begin, &tile->now);
+    for (tile->begin = unit->kv_begin; tile->begin < unit->kv_end;) {
+        int32_t end = tile->begin + tile->now.tokens;
+        if (end < unit->kv_end) find_rows(call, unit, end, &tile->next);
+        else if (after != NULL) find_rows(call, after, after->kv_begin, &tile->next);
+        else tile->next.tokens = 0;
+        tile->stream = (struct stream){0};
         for (int i = 0; i < count; i++)
             group_function_of(call->kv_type, groups[i].rows)(tile, groups + i);
-        begin = end;
+        tile->begin = end;
+        tile->now = tile->next;
     }
     for (int i = 0; i < count; i++) end_group(task, unit, groups + i);
 }
