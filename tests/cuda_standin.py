@@ -11,7 +11,7 @@ import pytest
 KERNELS = Path(__file__).parents[1] / "kernels"
 SOURCE = KERNELS / "sim/libcuda_standin.cc"
 INCLUDES = f"-I{KERNELS / 'tierkv_kernels/cuda/src'}"
-FLAGS = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared")
+FLAGS = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-fPIC", "-shared")
 
 
 def build_standin(library: Path) -> Path:
