@@ -94,7 +94,8 @@ def build(archs: Sequence[str], head_dims: Sequence[int], as_json: bool) -> None
         )
         return
     rows = [(arch, str(n["compiled"]), str(n["kept"])) for arch, n in counts.items()]
-    print_table(("arch", "compiled", "in the cache before"), rows, numbers=("compiled",))
+    counted = ("compiled", "in the cache before")
+    print_table(("arch", *counted), rows, numbers=counted)
     click.echo(f"{time.monotonic() - began:.1f} s; the cache is {images.cache.directory}")
 
 

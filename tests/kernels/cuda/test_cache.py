@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tierkv_kernels.cuda.cache import VARIABLE, KernelCache, default_directory, key_of
 
@@ -39,6 +39,7 @@ def test_what_is_put_is_got(tmp_path: Path) -> None:
     assert cache.get("a") == b""
 
 
+@settings(deadline=None)
 @given(cut=st.integers(0, FILE_BYTES - 1))
 def test_a_torn_file_counts_as_absent(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     cache = KernelCache(tmp_path_factory.mktemp("cache"))
@@ -50,6 +51,7 @@ def test_a_torn_file_counts_as_absent(cut: int, tmp_path_factory: pytest.TempPat
     assert cache.get("a") == IMAGE
 
 
+@settings(deadline=None)
 @given(at=st.integers(0, FILE_BYTES - 1), flip=st.integers(1, 255))
 def test_a_damaged_byte_counts_as_absent(
     at: int, flip: int, tmp_path_factory: pytest.TempPathFactory
