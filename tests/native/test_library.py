@@ -11,6 +11,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from tierkv_kernels.cpu.library import Library
 
 from tierkv.errors import ConfigError
 from tierkv.native import build as building
@@ -114,7 +115,7 @@ def test_falling_back_is_said_once(
 
 
 @pytest.mark.parametrize("compiler", ["cc", "/no/such/compiler"])
-def test_a_wheel_has_the_library_if_there_is_a_compiler(tmp_path: Path, compiler: str) -> None:
+def test_a_wheel_has_the_libraries_if_there_is_a_compiler(tmp_path: Path, compiler: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path],
         cwd=ROOT,
@@ -128,14 +129,19 @@ def test_a_wheel_has_the_library_if_there_is_a_compiler(tmp_path: Path, compiler
     with ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     native = tmp_path / "tierkv" / "native"
+    cpu = tmp_path / "tierkv_kernels" / "cpu"
     assert (native / "src" / "xxh3.c").exists()
+    assert (cpu / "src" / "attention.c").exists()
     if compiler == "cc":
         assert "-py3-none-linux_" in wheel.name
         load({}, native / "libtierkv_native.so")
+        assert Library(cpu / "libtierkv_cpu.so").levels()
     else:
         assert "built without its native loops" in done.stdout + done.stderr
+        assert "built without its attention kernel for CPUs" in done.stdout + done.stderr
         assert wheel.name.endswith("-py3-none-any.whl")
         assert not list(native.glob("*.so"))
+        assert not list(cpu.glob("*.so"))
 
 
 @pytest.mark.timeout(300)

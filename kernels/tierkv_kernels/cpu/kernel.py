@@ -35,17 +35,23 @@ class Kernel:
     own. The pool's threads end with the kernel, or with the process.
     """
 
-    def __init__(self, level: str | None = None, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        level: str | None = None,
+        threads: int | None = None,
+        *,
+        library: Library | None = None,
+    ) -> None:
         """level: an instruction set, as ``levels()`` names them; None: the one that TIERKV_ISA
         names, else the fastest. threads: the caller's included; None: one per CPU that the process
-        may use.
+        may use. library: None: the one that was built with the package.
 
         Raises BackendUnavailable.
         """
         if threads is None:
             threads = len(os.sched_getaffinity(0))
         require(threads >= 1, f"threads: got {threads}, want at least 1")
-        library = Library()
+        library = library or Library()
         environ = os.environ if level is None else {"TIERKV_ISA": level}
         self.level = choose_level(library, environ)
         self.threads = threads
