@@ -17,6 +17,9 @@ from tierkv.rpc import messages as m
 
 pytestmark = pytest.mark.usefixtures("bystander")
 
+ONE_ROW = np.array([1], "<u4").tobytes(), np.array([0, 1], "<u4").tobytes()
+"""``seq_lens`` and ``q_indptr`` of a sequence with one token and one query."""
+
 
 @pytest.fixture
 def peer(daemon: Daemon) -> Iterator[Peer]:
@@ -175,7 +178,7 @@ def test_unknown_sequences(peer: Peer, namespace: int) -> None:
             m.Fork(number, 7, 0),
             m.Suspend(number),
             m.Resume(number),
-            m.Attend(namespace, 0, [number], bytes(4), bytes(8), 2, 0, 0, 0),
+            m.Attend(namespace, 0, [number], *ONE_ROW, 2, 0, 0, 0),
         ):
             peer.refused(request, "unknown_sequence")
         peer.want(m.Release([number]), m.Done)
@@ -225,7 +228,7 @@ def test_a_sequence_of_another_lease_is_its_owner_s_alone(client, ns, peer: Peer
             m.Suspend(stranger),
             m.Resume(stranger),
             m.Release([stranger]),
-            m.Attend(namespace, 0, [stranger], bytes(4), bytes(8), 2, 0, 0, 0),
+            m.Attend(namespace, 0, [stranger], *ONE_ROW, 2, 0, 0, 0),
         ]
         for request in requests:
             peer.refused(request, "not_owner")
