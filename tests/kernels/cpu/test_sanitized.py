@@ -12,7 +12,7 @@ import pytest
 from tierkv_kernels.cpu.build import build
 
 ROOT = Path(__file__).parents[3]
-WATCHED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
+WATCHED = ("-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -28,6 +28,8 @@
 typedef float Floats __attribute__((vector_size(4 * W)));
 typedef int32_t Ints __attribute__((vector_size(4 * W)));
 typedef uint32_t Words __attribute__((vector_size(4 * W)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * W)));
+typedef uint8_t Bytes __attribute__((vector_size(W)));
 typedef Floats FloatsAnywhere __attribute__((aligned(4), may_alias));
 typedef Words WordsAnywhere __attribute__((aligned(1), may_alias));
 
@@ -151,78 +153,40 @@ INLINE Floats soft_capped(Floats x, float cap) {
 
 INLINE int even_then_odd(enum type type) { return type == BF16 || type == FP8; }
 
-INLINE Floats bf16_floats(Words low_halves) { return (Floats)(low_halves << 16); }
-
 /* Floats made of e4m3 are too small by this factor, which goes into the scales: its bits, moved, are
  * those of a half float of 2^-8 the size. */
 #define FP8_UNIT 256.0f
 
-/* Bit patterns of half floats, one per lane, on machines without the instruction for it. */
-INLINE Floats half_floats(Words half) {
+INLINE Shorts load_shorts(const void *from) {
+    Shorts packed;
+    memcpy(&packed, from, sizeof packed);
+    return packed;
+}
+
+#if W == 16
+INLINE Floats floats_of_halves(Shorts halves) {
+    return (Floats)_mm512_cvtph_ps((__m256i)halves);
+}
+#elif W == 8
+INLINE Floats floats_of_halves(Shorts halves) {
+    return (Floats)_mm256_cvtph_ps((__m128i)halves);
+}
+#else
+INLINE Floats floats_of_halves(Shorts halves) {
+    Words half = __builtin_convertvector(halves, Words);
     Words magnitude = (half & 0x7fff) << 13;
     Words special = (Words)(magnitude >= 0x0f800000) & 0x7f800000;
     Floats value = (Floats)magnitude * 0x1p112f;
     return (Floats)((Words)value | special | (half & 0x8000) << 16);
 }
-
-/* Low bytes of the lanes as e4m3, in units of 1 / FP8_UNIT. */
-INLINE Floats fp8_floats(Words byte) {
-    Words magnitude = (byte & 0x7f) << 20;
-    Words nan = (Words)(magnitude == 0x07f00000) & 0x7fc00000;
-    Floats value = (Floats)magnitude * 0x1p112f;
-    return (Floats)((Words)value | nan | (byte & 0x80) << 24);
-}
-
-/* The bits of W numbers of 2 bytes or 1, one per lane. */
-INLINE Words spread_shorts(const void *from) {
-    typedef uint16_t Shorts __attribute__((vector_size(2 * W)));
-    Shorts packed;
-    memcpy(&packed, from, sizeof packed);
-    return __builtin_convertvector(packed, Words);
-}
-INLINE Words spread_bytes(const void *from) {
-    typedef uint8_t Bytes __attribute__((vector_size(W)));
-    Bytes packed;
-    memcpy(&packed, from, sizeof packed);
-    return __builtin_convertvector(packed, Words);
-}
-
-#if W == 16
-INLINE Floats load_halves(const void *from) {
-    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(from));
-}
-#elif W == 8
-INLINE Floats load_halves(const void *from) {
-    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(from));
-}
-#else
-INLINE Floats load_halves(const void *from) { return half_floats(spread_shorts(from)); }
 #endif
 
-#if W == 16
-/* 2 * W of e4m3, as even ones and odd ones. */
-INLINE void load_fp8_pair(const void *from, Floats *first, Floats *second) {
-    __m256i both = _mm256_loadu_si256(from);
-    __m256i sign = _mm256_set1_epi16((short)0x8000), top = _mm256_set1_epi16(0x3f80);
-    __m256i even = _mm256_slli_epi16(both, 8), odd = both;
-    __m256i m0 = _mm256_and_si256(_mm256_srli_epi16(even, 1), top);
-    __m256i m1 = _mm256_and_si256(_mm256_srli_epi16(odd, 1), top);
-    __m256i nan = _mm256_set1_epi16(0x7e00);
-    m0 = _mm256_or_si256(m0, _mm256_and_si256(_mm256_cmpeq_epi16(m0, top), nan));
-    m1 = _mm256_or_si256(m1, _mm256_and_si256(_mm256_cmpeq_epi16(m1, top), nan));
-    *first = (Floats)_mm512_cvtph_ps(_mm256_or_si256(m0, _mm256_and_si256(even, sign)));
-    *second = (Floats)_mm512_cvtph_ps(_mm256_or_si256(m1, _mm256_and_si256(odd, sign)));
+/* High bytes of the lanes, as e4m3, in units of 1 / FP8_UNIT. */
+INLINE Floats floats_of_fp8(Shorts bytes) {
+    Shorts magnitude = (bytes >> 1) & 0x3f80;
+    magnitude |= (Shorts)(magnitude == 0x3f80) & 0x7e00; /* no number */
+    return floats_of_halves(magnitude | (bytes & 0x8000));
 }
-#else
-INLINE void load_fp8_pair(const void *from, Floats *first, Floats *second) {
-    typedef uint16_t Shorts __attribute__((vector_size(2 * W)));
-    Shorts both;
-    memcpy(&both, from, sizeof both);
-    Words wide = __builtin_convertvector(both, Words);
-    *first = fp8_floats(wide & 0xff);
-    *second = fp8_floats(wide >> 8);
-}
-#endif
 
 /* Numbers 0 .. 2 * W from ``from``. */
 INLINE void load_pair(enum type type, const void *from, Floats *first, Floats *second) {
@@ -234,19 +198,26 @@ INLINE void load_pair(enum type type, const void *from, Floats *first, Floats *s
         *first = (Floats)(both << 16);
         *second = (Floats)(both & 0xffff0000);
     } else if (type == F16) {
-        *first = load_halves(from);
-        *second = load_halves((const uint16_t *)from + W);
+        *first = floats_of_halves(load_shorts(from));
+        *second = floats_of_halves(load_shorts((const uint16_t *)from + W));
     } else {
-        load_fp8_pair(from, first, second);
+        Shorts both = load_shorts(from);
+        *first = floats_of_fp8(both << 8);
+        *second = floats_of_fp8(both);
     }
 }
 
 /* Numbers 0 .. W from ``from``, in order. */
 INLINE Floats load_lone(enum type type, const void *from) {
     if (type == F32) return load(from);
-    if (type == BF16) return bf16_floats(spread_shorts(from));
-    if (type == F16) return load_halves(from);
-    return fp8_floats(spread_bytes(from));
+    if (type == FP8) {
+        Bytes packed;
+        memcpy(&packed, from, sizeof packed);
+        return floats_of_fp8(__builtin_convertvector(packed, Shorts) << 8);
+    }
+    Shorts packed = load_shorts(from);
+    if (type == F16) return floats_of_halves(packed);
+    return (Floats)(__builtin_convertvector(packed, Words) << 16);
 }
 
 /* Where number ``d`` of a row of ``dim`` lies among the floats made of it. */
