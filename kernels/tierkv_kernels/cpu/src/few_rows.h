@@ -7,6 +7,8 @@
 #ifndef TIERKV_FEW_ROWS_H
 #define TIERKV_FEW_ROWS_H
 
+#include <stdbool.h>
+
 #include "unit.h"
 
 #define TILE 16
@@ -43,19 +45,23 @@ struct rows_at {
     int32_t tokens, heads;
 };
 
-/* The next tile, asked for ahead of time: in the order in which it lies in memory, spread evenly over
- * the work on this one, and twice in all. A core drops requests that come while too many are on their
- * way, hence the second time; and it drops most of those that come in a burst, hence a position that
- * goes through memory and so takes a few cycles from one line to the next. */
+/* The next tile, asked for ahead of time: in the order in which it lies in memory, and spread evenly
+ * over the work on this one. A core drops most requests that come in a burst, hence a position that
+ * goes through memory and so takes a few cycles from one line to the next. It also drops what comes
+ * while too many are on their way, hence each line is asked for again shortly before it is read (see
+ * ask_again()), and float32, which has the most of them, goes through the tile twice. */
 struct stream {
     const char *volatile at;
     int64_t lines; /* left in this run */
     int32_t cache, head, token, times; /* where the next run begins: K or V, and which row of it */
 };
-#define STREAM_TIMES 2
-/* Lines asked for per line read. Together that is the whole tile as often. */
+
+INLINE int stream_times(enum type type) { return type == F32 ? 2 : 1; }
+
+/* Lines asked for per line of K or of V that is read; together they are stream_times(). Found by
+ * measuring. */
 #define STREAM_PER_KEY 1
-#define STREAM_PER_VALUE 3
+INLINE int stream_per_value(enum type type) { return type == F32 ? 3 : 1; }
 
 struct tile {
     const struct attention *call;
@@ -63,6 +69,8 @@ struct tile {
     float factor; /* of a score before the soft cap */
     struct rows_at now, next;
     struct stream stream;
+    const struct rows_at *soon; /* what is read after this group's rows: those of the next KV head */
+    int64_t k_soon, v_soon;
     float weights[TILE * GROUP_ROWS] __attribute__((aligned(64)));
 };
 
@@ -71,7 +79,7 @@ static __attribute__((noinline)) int next_run(struct tile *tile) {
     struct stream *stream = &tile->stream;
     const struct attention *call = tile->call;
     int32_t tokens = tile->next.tokens, heads = tile->next.heads;
-    if (tokens == 0 || stream->times == STREAM_TIMES) return 0;
+    if (tokens == 0 || stream->times == stream_times(call->kv_type)) return 0;
     int64_t row_bytes = call->head_dim * bytes_of(call->kv_type);
     const struct cache *cache = stream->cache ? &call->v : &call->k;
     const char *const *rows = stream->cache ? tile->next.v : tile->next.k;
@@ -96,6 +104,10 @@ static __attribute__((noinline)) int next_run(struct tile *tile) {
     return 1;
 }
 
+INLINE void ask_again(const char *at, int64_t bytes) {
+    UNROLL for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(at + i);
+}
+
 /* Ask for as many lines as ``bytes`` are; some may lie past the end of a run. */
 INLINE void ask_ahead(struct tile *tile, int64_t bytes) {
     struct stream *stream = &tile->stream;
@@ -115,7 +127,7 @@ INLINE Floats scores(
     int64_t offset, int dim
 ) {
     int tokens = W / rows;
-    const char *const *k = tile->now.k + first;
+    const char *const *k = tile->now.k + first, *const *soon = tile->soon->k + first;
     Floats sum[W];
     UNROLL for (int i = 0; i < W; i++) sum[i] = (Floats){0};
     int d = 0;
@@ -123,6 +135,7 @@ INLINE Floats scores(
         UNROLL for (int t = 0; t < tokens; t++) {
             Floats one, two;
             load_pair(type, k[t] + offset + d * bytes_of(type), &one, &two);
+            ask_again(soon[t] + tile->k_soon + d * bytes_of(type), 2 * W * bytes_of(type));
             UNROLL for (int r = 0; r < rows; r++) {
                 const float *q = group->q + r * dim + d;
                 sum[t * rows + r] += one * load(q);
@@ -150,7 +163,7 @@ INLINE Floats scores_by_dot(
     int dim
 ) {
     int tokens = W / rows;
-    const char *const *k = tile->now.k + first;
+    const char *const *k = tile->now.k + first, *const *soon = tile->soon->k + first;
     int padded = (dim + DOT_NUMBERS - 1) / DOT_NUMBERS * DOT_NUMBERS;
     const uint16_t *q = (const uint16_t *)group->q;
     __m512 sum[W];
@@ -159,6 +172,7 @@ INLINE Floats scores_by_dot(
     for (; d + DOT_NUMBERS <= dim; d += DOT_NUMBERS) {
         UNROLL for (int t = 0; t < tokens; t++) {
             __m512bh key = (__m512bh)_mm512_loadu_si512(k[t] + offset + 2 * d);
+            ask_again(soon[t] + tile->k_soon + 2 * d, LINE);
             UNROLL for (int r = 0; r < rows; r++) {
                 __m512bh query = (__m512bh)_mm512_load_si512(q + r * padded + d);
                 sum[t * rows + r] = _mm512_dpbf16_ps(sum[t * rows + r], key, query);
@@ -201,7 +215,9 @@ INLINE void add_values(
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int i = 0; i < vectors; i++) sum[r][i] = load(group->sum + r * dim + d + i * W);
     for (int t = 0; t < tile->now.tokens; t++) {
-        const char *row = tile->now.v[t] + offset + d * bytes_of(type);
+        int64_t at = d * bytes_of(type);
+        const char *row = tile->now.v[t] + offset + at;
+        ask_again(tile->soon->v[t] + tile->v_soon + at, vectors * W * bytes_of(type));
         Floats values[8];
         if (vectors == 1) values[0] = load_lone(type, row);
         else
@@ -211,7 +227,7 @@ INLINE void add_values(
             Floats weight = broadcast(tile->weights[t * rows + r]);
             UNROLL for (int i = 0; i < vectors; i++) sum[r][i] += weight * values[i];
         }
-        ask_ahead(tile, STREAM_PER_VALUE * vectors * W * bytes_of(type));
+        ask_ahead(tile, stream_per_value(type) * vectors * W * bytes_of(type));
     }
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int i = 0; i < vectors; i++)
@@ -402,6 +418,15 @@ static void find_rows(
     }
 }
 
+static void find_soon(struct tile *tile, int32_t head) {
+    const struct attention *call = tile->call;
+    bool in_tile = head < tile->now.heads;
+    tile->soon = in_tile || tile->next.tokens == 0 ? &tile->now : &tile->next;
+    int64_t head_bytes = in_tile ? head * bytes_of(call->kv_type) : 0;
+    tile->k_soon = head_bytes * call->k.head_stride;
+    tile->v_soon = head_bytes * call->v.head_stride;
+}
+
 /* Work a unit off, and ask for the first tile of ``after``, which may be NULL. ``memory``:
  * few_rows_memory() bytes, 64-byte aligned. */
 static void few_rows(
@@ -421,8 +446,10 @@ static void few_rows(
         else if (after != NULL) find_rows(call, after, after->kv_begin, &tile->next);
         else tile->next.tokens = 0;
         tile->stream = (struct stream){0};
-        for (int i = 0; i < count; i++)
+        for (int i = 0; i < count; i++) {
+            find_soon(tile, groups[i].head + 1);
             group_function_of(call->kv_type, groups[i].rows)(tile, groups + i);
+        }
         tile->begin = end;
         tile->now = tile->next;
     }

@@ -12,7 +12,8 @@ struct reading {
     const char *data;
     const int64_t *offsets;
     int64_t count, bytes;
-    int threads;
+    int shares; /* as many as there should be threads */
+    atomic_int next_share;
     atomic_ullong sum;
 };
 
@@ -32,12 +33,15 @@ static uint64_t sum_of(const char *from, int64_t bytes) {
 
 static void read_share(void *argument, int thread) {
     struct reading *reading = argument;
-    int64_t begin = reading->count * thread / reading->threads;
-    int64_t end = reading->count * (thread + 1) / reading->threads;
-    uint64_t sum = 0;
-    for (int64_t i = begin; i < end; i++)
-        sum += sum_of(reading->data + reading->offsets[i], reading->bytes);
-    atomic_fetch_add(&reading->sum, sum);
+    (void)thread;
+    for (int64_t n; (n = atomic_fetch_add(&reading->next_share, 1)) < reading->shares;) {
+        int64_t begin = reading->count * n / reading->shares;
+        int64_t end = reading->count * (n + 1) / reading->shares;
+        uint64_t sum = 0;
+        for (int64_t i = begin; i < end; i++)
+            sum += sum_of(reading->data + reading->offsets[i], reading->bytes);
+        atomic_fetch_add(&reading->sum, sum);
+    }
 }
 
 /* The sum of all 8-byte words, modulo 2^64, of ``count`` pieces of ``bytes``, a multiple of 8, at
@@ -45,9 +49,9 @@ static void read_share(void *argument, int thread) {
 EXPORT uint64_t OF_LEVEL(tierkv_read)(
     struct pool *pool, const char *data, const int64_t *offsets, int64_t count, int64_t bytes
 ) {
-    struct reading reading = {data, offsets, count, bytes, pool_threads(pool), 0};
+    struct reading reading = {data, offsets, count, bytes, pool_threads(pool), 0, 0};
     pool_lock(pool);
-    pool_run(pool, reading.threads, read_share, &reading);
+    pool_run(pool, reading.shares, read_share, &reading);
     pool_unlock(pool);
     return reading.sum;
 }
