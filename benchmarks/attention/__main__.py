@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
+
 from benchmarks.attention import page
 from benchmarks.attention.environment import VLLM
 from benchmarks.attention.peer import Process
@@ -42,10 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in _measured(bench, options):
             print(report.render(line), flush=True)
             found.lines.append(line)
+            if options.json:  # at once: a run that is stopped leaves what it has measured
+                options.json.write_bytes(report.to_json(_joined(options.json, found)))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if options.json:
-        options.json.write_bytes(report.to_json(_joined(options.json, found)))
     return 0
 
 
@@ -76,8 +78,7 @@ def _joined(path: Path, found: Document) -> Document:
         raise SystemExit(f"{path} is of another machine or other rounds; remove it first")
     now = {line.name: line for line in found.lines}
     kept = [now.pop(line.name, line) for line in before.lines]
-    found.lines[:] = [*kept, *now.values()]
-    return found
+    return msgspec.structs.replace(found, lines=[*kept, *now.values()])
 
 
 def _parser() -> argparse.ArgumentParser:

