@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tierkv_kernels.merge import merge_states
     from tierkv_kernels.planner import plan
     from tierkv_kernels.work import NO_MASK, Plan, Record
+    from tierkv_kernels.writing import write_kv
 
 __all__ = [
     "NO_MASK",
@@ -28,6 +29,7 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "plan",
+    "write_kv",
 ]
 
 _MODULE_OF = {
@@ -38,6 +40,7 @@ _MODULE_OF = {
     "merge_states": "merge",
     "paged_attention": "attention",
     "plan": "planner",
+    "write_kv": "writing",
 }
 
 

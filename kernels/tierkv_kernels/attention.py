@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tierkv_kernels import reference
+from tierkv_kernels.backends import cpu_kernel_if_there, cuda_backend_if_there
 from tierkv_kernels.call import Call, check_call
 from tierkv_kernels.cpu import Kernel, default_kernel
 from tierkv_kernels.cpu import kernel as cpu
@@ -106,27 +105,7 @@ def _kernel(call: Call, backend: Backend) -> CudaBackend | Kernel | None:
     if backend == "cpu":
         return default_kernel()
     if backend == "auto" and call.q.is_cuda and cuda.can_run(call):
-        return _cuda_backend_if_there()
+        return cuda_backend_if_there()
     if backend == "auto" and call.q.device.type == "cpu" and cpu.can_run(call):
-        return _cpu_kernel_if_there()
+        return cpu_kernel_if_there()
     return None
-
-
-@functools.cache
-def _cuda_backend_if_there() -> CudaBackend | None:
-    """Warns, once, if there is none."""
-    try:
-        return cuda_backend()
-    except BackendUnavailable as error:
-        warnings.warn(f"attention on CUDA runs on torch, slower: {error}", stacklevel=4)
-        return None
-
-
-@functools.cache
-def _cpu_kernel_if_there() -> Kernel | None:
-    """Warns, once, if there is none."""
-    try:
-        return default_kernel()
-    except BackendUnavailable as error:
-        warnings.warn(f"attention on the CPU runs on torch, slower: {error}", stacklevel=4)
-        return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -19,7 +20,9 @@ from tierkv_kernels.cuda.geometry import THREADS, Geometry
 from tierkv_kernels.cuda.images import Images
 from tierkv_kernels.cuda.launches import PlanLaunches
 from tierkv_kernels.cuda.nvrtc import Nvrtc
+from tierkv_kernels.cuda.writes import launch_write
 from tierkv_kernels.errors import InvalidInput
+from tierkv_kernels.write_call import WriteCall
 
 DEFAULT_STREAM = 0
 
@@ -37,22 +40,35 @@ class CudaBackend:
 
         Raises InvalidInput before any launch; CompileError, DriverError.
         """
-        on_cpu = call.q.device.type == "cpu"
-        if on_cpu:
+        if call.q.device.type == "cpu":
             table = call.block_table.numpy()
             check_table(table, call.plan, call.k_cache.shape[0])
             check_shared_prefixes(table, call.plan)
-        device = self._device_of(call.q.device)
-        stream = (
-            DEFAULT_STREAM if on_cpu else torch.cuda.current_stream(call.q.device.index).cuda_stream
-        )
+        device, stream = self._device_of(call.q.device), _stream(call.q.device)
         launches = _launches(call, device, stream)
+        self._launch(call.q.device, device, stream, lambda: launches.run(call, stream))
+
+    def write(self, write: WriteCall) -> None:
+        """Launch what fills the caches.
+
+        Raises InvalidInput before any launch; CompileError, DriverError.
+        """
+        device, stream = self._device_of(write.k.device), _stream(write.k.device)
+        self._launch(write.k.device, device, stream, lambda: launch_write(write, device, stream))
+
+    def _launch(
+        self,
+        of_tensors: torch.device,
+        device: KernelDevice,
+        stream: int,
+        launch: Callable[[], None],
+    ) -> None:
         if device.context.is_current():
-            launches.run(call, stream)
+            launch()
         else:
             with device.context:
-                launches.run(call, stream)
-        if on_cpu:
+                launch()
+        if of_tensors.type == "cpu":
             device.synchronize(stream)
 
     def num_workers(self, device: torch.device, head_dim: int, *, kv_bytes: int = 2) -> int:
@@ -89,6 +105,13 @@ class CudaBackend:
 def cuda_backend() -> CudaBackend:
     """That of this process, over the system's driver. Raises BackendUnavailable."""
     return CudaBackend(Driver(), Images(Nvrtc.find(), KernelCache()))
+
+
+def _stream(device: torch.device) -> int:
+    """The handle of the present one."""
+    if device.type == "cpu":
+        return DEFAULT_STREAM
+    return torch.cuda.current_stream(device.index).cuda_stream
 
 
 def _launches(call: Call, device: KernelDevice, stream: int) -> PlanLaunches:

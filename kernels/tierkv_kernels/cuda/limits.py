@@ -8,6 +8,7 @@ from torch import Tensor
 from tierkv_kernels.call import Call
 from tierkv_kernels.cuda.variants import HEAD_DIMS_TAKEN
 from tierkv_kernels.errors import InvalidInput
+from tierkv_kernels.write_call import WriteCall
 
 DTYPES = (torch.float16, torch.bfloat16)
 ROW_BYTES = 16
@@ -25,14 +26,7 @@ def can_run(call: Call) -> bool:
 
 def check_limits(call: Call) -> None:
     """Raises InvalidInput, which names the argument."""
-    if call.q.dtype not in DTYPES:
-        raise InvalidInput(f"q: got {call.q.dtype}, the CUDA kernel wants float16 or bfloat16")
-    head_dim = call.q.shape[2]
-    if head_dim not in HEAD_DIMS_TAKEN:
-        raise InvalidInput(
-            f"q: got head_dim {head_dim}, "
-            f"the CUDA kernel wants one of {', '.join(map(str, HEAD_DIMS_TAKEN))}"
-        )
+    _check_kind("q", call.q)
     _check_rows("q", call.q)
     _check_rows("k_cache", call.k_cache)
     _check_rows("v_cache", call.v_cache)
@@ -41,6 +35,33 @@ def check_limits(call: Call) -> None:
         raise InvalidInput(
             f"block_table: got strides {call.block_table.stride()}, "
             "the CUDA kernel wants a contiguous last dimension"
+        )
+
+
+def can_write(write: WriteCall) -> bool:
+    """Whether ``check_write`` finds nothing."""
+    try:
+        check_write(write)
+    except InvalidInput:
+        return False
+    return True
+
+
+def check_write(write: WriteCall) -> None:
+    """Raises InvalidInput, which names the argument."""
+    _check_kind("k", write.k)
+    for name in ("k", "v", "k_cache", "v_cache"):
+        _check_rows(name, getattr(write, name))
+
+
+def _check_kind(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in DTYPES:
+        raise InvalidInput(f"{name}: got {tensor.dtype}, the CUDA kernel wants float16 or bfloat16")
+    head_dim = tensor.shape[2]
+    if head_dim not in HEAD_DIMS_TAKEN:
+        raise InvalidInput(
+            f"{name}: got head_dim {head_dim}, "
+            f"the CUDA kernel wants one of {', '.join(map(str, HEAD_DIMS_TAKEN))}"
         )
 
 

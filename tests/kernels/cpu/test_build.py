@@ -13,7 +13,14 @@ import pytest
 import torch
 from attention_cases import Shape, check_output, make_batch
 from backends import levels_here
-from tierkv_kernels import BackendUnavailable, InvalidInput, attention, cpu, paged_attention
+from tierkv_kernels import (
+    BackendUnavailable,
+    InvalidInput,
+    attention,
+    backends,
+    cpu,
+    paged_attention,
+)
 from tierkv_kernels.cpu import Kernel
 from tierkv_kernels.cpu import build as building
 from tierkv_kernels.cpu.build import HERE, CannotCompile, build, sources_digest
@@ -121,8 +128,9 @@ def test_without_the_library_torch_computes_and_says_so_once(
     def missing() -> Kernel:
         return Kernel(library=Library(tmp_path / "library.so"))
 
-    monkeypatch.setattr(attention, "default_kernel", missing)
-    attention._cpu_kernel_if_there.cache_clear()
+    for module in (attention, backends):
+        monkeypatch.setattr(module, "default_kernel", missing)
+    backends.cpu_kernel_if_there.cache_clear()
     batch = make_batch(Shape(lengths=((20, 1), (9, 3)), head_dim=64))
     try:
         with pytest.warns(UserWarning, match="attention on the CPU runs on torch, slower: .*build"):
@@ -135,7 +143,7 @@ def test_without_the_library_torch_computes_and_says_so_once(
         with pytest.raises(BackendUnavailable, match="was not compiled"):
             paged_attention(*batch.tensors, **batch.options, backend="cpu")
     finally:
-        attention._cpu_kernel_if_there.cache_clear()
+        backends.cpu_kernel_if_there.cache_clear()
 
 
 def test_the_process_has_one_kernel() -> None:

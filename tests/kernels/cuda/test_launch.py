@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import CASES, FP8, Batch, Shape, check_output, make_batch
-from tierkv_kernels import InvalidInput, Plan, attention, plan
+from tierkv_kernels import InvalidInput, Plan, backends, plan, write_kv
 from tierkv_kernels.call import Call, check_call
 from tierkv_kernels.cuda import bindings, variants
 from tierkv_kernels.cuda.backend import CudaBackend
@@ -44,6 +44,7 @@ VARIANTS = [
             variants.attention(bf16=bf16, kv_fp8=kv_fp8, head_dim=head_dim, row_warps=row_warps)
             for row_warps in (1, 4)
         ),
+        variants.write_kv(bf16=bf16, kv_fp8=kv_fp8, head_dim=head_dim),
     )
 ]
 
@@ -348,9 +349,36 @@ def test_a_kernel_that_does_not_compile_says_so(
         images.get(VARIANTS[1], "sm_90")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "head_dim"),
+    [(torch.bfloat16, torch.bfloat16, 64), (torch.float16, FP8, 80)],
+)
+def test_new_tokens_are_stored_as_torch_stores_them(
+    backend: CudaBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    head_dim: int,
+) -> None:
+    monkeypatch.setattr("tierkv_kernels.writing.cuda_backend", lambda: backend)
+    caches = {}
+    for name in ("torch", "cuda"):
+        generator = torch.Generator().manual_seed(3)
+        k, v = (torch.randn(5, 2, head_dim, generator=generator).to(dtype) for _ in range(2))
+        pool = torch.zeros(4, 2, 2, 3, head_dim).to(kv_dtype)  # HND
+        k_cache, v_cache = pool[:, 0].transpose(1, 2), pool[:, 1].transpose(1, 2)
+        slots = torch.tensor([11, 0, -1, 4, 5])
+        options = {"k_scale": 2.0, "v_scale": 0.25} if kv_dtype == FP8 else {}
+        write_kv(k, v, slots, k_cache, v_cache, **options, backend=name)
+        caches[name] = pool.view(torch.uint8)
+    assert torch.equal(caches["cuda"], caches["torch"])
+    with pytest.raises(InvalidInput, match=r"k: got torch\.float32, the CUDA"):
+        write_kv(*[t.float() for t in (k, v)], slots, *[k_cache.float()] * 2, backend="cuda")
+
+
 def test_a_process_without_cuda_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERKV_LIBCUDA", "/nowhere/libcuda.so.1")
-    find = attention._cuda_backend_if_there
+    find = backends.cuda_backend_if_there
     find.cache_clear()
     with pytest.warns(UserWarning, match="attention on CUDA runs on torch, slower: no CUDA driver"):
         assert find() is None
