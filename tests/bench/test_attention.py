@@ -117,7 +117,8 @@ def test_without_vllm_its_process_says_so(bench: Bench) -> None:
 
 
 def test_what_fails_in_its_process_is_an_answer() -> None:
-    asked = {"verb": "start", "name": "x", "shape": asdict(SMALL), "result": "/nowhere"}
+    task = {"name": "x", "shape": asdict(SMALL), "what": "read", "result": "/nowhere"}
+    asked = {"verb": "start", **task}
     answers = io.StringIO()
     lines_of = [json.dumps(asked), json.dumps({"verb": "run", "name": "x", "count": 1, "what": ""})]
     serve(io.StringIO("\n".join(lines_of)), answers, Work())
