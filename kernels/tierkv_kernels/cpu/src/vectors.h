@@ -136,12 +136,15 @@ INLINE Floats exp2_floats(Floats x) {
     return (Floats)((Ints)result & ~(x <= -126.0f));
 }
 
-/* cap * tanh(x / cap), by way of exp: tanh y = 1 - 2 / (exp(2 y) + 1). */
+/* cap * tanh(x / cap): by way of exp, tanh y = 1 - 2 / (exp(2 y) + 1), and where little would be left
+ * of that difference by the first terms of its series. */
 INLINE Floats soft_capped(Floats x, float cap) {
-    Floats y = x * (2.0f * LOG2_E / cap);
-    y = larger(broadcast(-60.0f), y);
-    y = select_floats(y > 60.0f, broadcast(60.0f), y);
-    return cap - (2.0f * cap) / (exp2_floats(y) + 1.0f);
+    Floats y = x * (1.0f / cap), square = y * y;
+    Floats series = square * (-1.0f / 3 + square * (2.0f / 15 + square * (-17.0f / 315)));
+    Floats power = larger(broadcast(-60.0f), y * (2.0f * LOG2_E));
+    power = select_floats(power > 60.0f, broadcast(60.0f), power);
+    Floats by_exp = cap - (2.0f * cap) / (exp2_floats(power) + 1.0f);
+    return select_floats(square < 0.02f, x + x * series, by_exp);
 }
 
 /* ---- Stored numbers as floats ----
