@@ -61,6 +61,7 @@ class Kernel:
         if not self._pool:
             raise MemoryError("no memory for a pool of threads")
         finalizer = weakref.finalize(self, library.pool_free, self._pool)
+        finalizer.atexit = False  # a thread may be in a call until the very end
         _renew_after_fork(finalizer, library, self._pool)
 
     def run(self, call: Call) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -115,6 +117,18 @@ def test_a_key_that_is_no_number_is_not_hidden(level: str) -> None:
             assert out[q_len:].isfinite().all()
 
 
+@each_level
+def test_no_number_has_bits_that_make_it_one(level: str) -> None:
+    for q_len in (1, 30):
+        batch = make_batch(Shape(lengths=((100, q_len),), head_dim=64, dtype=torch.float32))
+        key = batch.k_cache[int(batch.block_table[0, 1]), 3, 0]
+        for bits in (-1, 0x7FC00001, 0x7FFFFFFF):
+            key.view(torch.int32)[5] = bits
+            out, lse = attend(kernel_of(level), batch)
+            assert out[:, :2].isnan().all()
+            assert lse[:, :2].isnan().all()
+
+
 def test_two_threads_may_call_at_once() -> None:
     batch = make_batch(SHAPE)
     kernel = kernel_of(levels_here()[-1], 3)
@@ -174,6 +188,31 @@ def test_threads_start_with_the_first_large_call_and_end_with_the_kernel() -> No
     del kernel
     gc.collect()
     assert threads_here() == before
+
+
+CALLS_AT_THE_END = """
+import atexit
+atexit.register(lambda: print(attend(), attend()))  # before torch's: runs after them
+import torch
+from tierkv_kernels.cpu import Kernel
+from tierkv_kernels.call import check_call
+kernel = Kernel(threads=3)
+def attend():
+    cache, q = torch.ones(256, 16, 2, 64), torch.ones(1, 8, 64)
+    table, lens = torch.arange(256, dtype=torch.int32)[None], torch.tensor([4096]).int()
+    call = check_call(q, cache, cache, table, lens, q_indptr=None, plan=None, scale=None,
+        causal=True, window=-1, softcap=0.0, k_scale=1.0, v_scale=1.0, out=None, return_lse=False)
+    kernel.run(call)
+    return call.out.sum().item()
+attend()
+"""
+
+
+def test_a_call_while_the_process_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS_AT_THE_END], capture_output=True, text=True, timeout=40
+    )
+    assert (done.returncode, done.stdout) == (0, "512.0 512.0\n"), done.stderr
 
 
 def test_threads_must_be_one_or_more() -> None:

@@ -131,9 +131,9 @@ INLINE Floats exp2_floats(Floats x) {
     p = p * f + 2.4022651e-1f;
     p = p * f + 6.9314718e-1f;
     p = p * f + 1.0f;
-    Ints exponent = ((Ints)shifted - (Ints)magic) << 23;
-    Floats result = (Floats)((Ints)p + exponent);
-    return (Floats)((Ints)result & ~(x <= -126.0f));
+    /* Multiplied, not added as bits: what is no number stays none, whatever its bits. */
+    Floats power = (Floats)(((Ints)shifted - (Ints)magic + 127) << 23);
+    return (Floats)((Ints)(p * power) & ~(x <= -126.0f));
 }
 
 /* cap * tanh(x / cap): by way of exp, tanh y = 1 - 2 / (exp(2 y) + 1), and where little would be left
