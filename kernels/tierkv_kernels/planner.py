@@ -59,7 +59,10 @@ def plan(
     Raises InvalidInput.
     """
     _check_geometry(num_q_heads, num_kv_heads, head_dim, block_size)
-    require(window >= -1, f"window: got {window}, want 0 or more, or -1 for none")
+    require(
+        -1 <= window <= INT32_MAX,
+        f"window: got {window}, want 0 to 2**31 - 1, or -1 for none",
+    )
     require(tile_rows >= 0, f"tile_rows: got {tile_rows}, want 0 (no limit) or more")
     require(num_workers >= 1, f"num_workers: got {num_workers}, want at least 1")
     require(

@@ -55,8 +55,9 @@ def write_kv(
     if kernel is not None:
         kernel.write(write)
     else:
-        _store(k, slots, k_cache, k_scale)
-        _store(v, slots, v_cache, v_scale)
+        with torch.no_grad():
+            _store(k, slots, k_cache, k_scale)
+            _store(v, slots, v_cache, v_scale)
 
 
 def _store(values: Tensor, slots: Tensor, cache: Tensor, scale: float) -> None:

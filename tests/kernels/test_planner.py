@@ -219,6 +219,7 @@ def test_records_are_packed_int32() -> None:
         ("block_size: got -1", {"block_size": -1}),
         ("num_workers: got 0", {"num_workers": 0}),
         ("window: got -2", {"window": -2}),
+        ("window: got 2147483648, want 0 to 2**31 - 1", {"window": 2**31}),
         ("tile_rows: got -1", {"tile_rows": -1}),
         ("split: got -1", {"split": -1}),
         ("split: got 'never'", {"split": "never"}),

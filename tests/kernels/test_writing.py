@@ -50,6 +50,14 @@ def test_each_token_is_where_it_was_to_go(
         assert torch.equal(cache.float(), want.float())
 
 
+def test_caches_take_no_part_in_gradients() -> None:
+    new = [torch.ones(1, 2, 8, requires_grad=True) for _ in range(2)]
+    stored = caches(1, 4, 2, 8, torch.float32)
+    write_kv(*new, torch.tensor([3]), *stored)
+    assert not any(cache.requires_grad for cache in stored)
+    assert all(torch.equal(cache[0, 3], torch.ones(2, 8)) for cache in stored)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
