@@ -381,6 +381,30 @@ def test_steps_of_other_lengths_or_options_are_planned_anew(
     assert len(set(wanted.values())) == 4, "one query sees the same keys, causal or not"
 
 
+def test_a_long_prefill_needs_no_memory_for_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = 512
+    plans = []
+
+    def compute(*arguments: Any, plan: Any, **options: Any) -> tuple[Any, None]:
+        plans.append(plan)
+        return options["out"], None
+
+    monkeypatch.setattr("tierkv_kernels.paged_attention", compute)
+    job = Job(
+        kind=Kind(0, 2, 2, 32, 8, "float32", "NHD", 0, Q_HEADS, 0.0, True, -1, 0.0),
+        tables=np.arange(blocks, dtype=np.uint32)[None],
+        seq_lens=np.array([8 * blocks], np.uint32),
+        q_indptr=np.array([0, 1000], np.uint32),
+        pool=np.zeros((blocks, SPEC.block_bytes), np.uint8),
+        scratch=mmap.mmap(-1, 2 << 20),
+        q_offset=0,
+        out_offset=1 << 20,
+        lse_offset=0,
+    )
+    assert Computer().run([job]) == [None]
+    assert [plan.num_partials for plan in plans] == [0]
+
+
 # --- a round that fails ---------------------------------------------------------------------------
 
 

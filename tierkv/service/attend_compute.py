@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SPLIT_TOKENS = 512
-"""Keys are cut at multiples of this, so that a result does not depend, bit for bit, on what else
-is computed in the same round."""
-
 
 class Computer:
     """What the threads do. Each keeps its last plan: a model's layers ask one after another."""
@@ -59,7 +55,11 @@ class Computer:
         return None
 
     def _plan(self, kind: Kind, seq_lens: I32, q_lens: I32) -> Plan:
-        """The plan of these lengths, whichever layer it is for."""
+        """The plan of these lengths, whichever layer it is for.
+
+        Unsplit: so a result does not depend, bit for bit, on what else is computed in the round,
+        and needs no memory for parts, which is rows times chunks: gigabytes for a long prefill.
+        """
         key = (replace(kind, layer=0), seq_lens.tobytes(), q_lens.tobytes())
         if getattr(self._last, "key", None) != key:
             self._last.plan = plan(
@@ -69,7 +69,7 @@ class Computer:
                 num_kv_heads=kind.kv_heads,
                 head_dim=kind.head_dim,
                 block_size=kind.block_tokens,
-                split=SPLIT_TOKENS,
+                split=0,
                 causal=kind.causal,
                 window=kind.window,
             )
