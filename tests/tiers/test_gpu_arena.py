@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ from tierkv.core.effects import Check, Move
 from tierkv.core.ids import Tier
 from tierkv.errors import ConfigError, InvariantViolation, LimitExceeded, TierFull
 from tierkv.gpu import Gpu, GpuMemory
+from tierkv.service.pinning import Pinning
 from tierkv.tiers import gpu_arena as module
 from tierkv.tiers import window
 from tierkv.tiers.arena import Arena
@@ -112,6 +114,51 @@ def test_a_block_that_became_another_while_it_was_copied(gpu: Gpu, open_arena) -
     others[1] = 99
     up = mover.perform(moved(Tier.HOST, Tier.DEVICE, at, at, others))
     assert up.ok.tolist() == [True, False, True]
+    device.close()
+
+
+def test_a_window_whose_user_fails_is_used_again(gpu: Gpu) -> None:
+    """Its memory is pinned: the GPU would go on using it if it were unmapped."""
+    device = with_pool(gpu_arena(gpu, "device", COUNT * BLOCK_BYTES))
+    windows, used = window.Windows(), []
+
+    def fail() -> None:
+        for one, _ in windows.onto(device, 0, 3):
+            used.append(one)
+            raise OSError("the disk is full")
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is full"):
+            fail()
+    assert np.shares_memory(used[0].slots(0), used[1].slots(0))
+    device.close()
+
+
+def test_pinning_that_is_cancelled_leaves_nothing_pinned(
+    gpu: Gpu, open_arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = with_pool(gpu_arena(gpu, "device", COUNT * BLOCK_BYTES))
+    host = with_pool(open_arena(name="host", budget_bytes=COUNT * BLOCK_BYTES))
+    begun, cancelled, pin = threading.Event(), threading.Event(), gpu.pin
+
+    def pin_late(memory: np.ndarray) -> None:
+        begun.set()
+        cancelled.wait()
+        pin(memory)
+
+    monkeypatch.setattr(gpu, "pin", pin_late)
+    pinning = Pinning({Tier.DEVICE: device, Tier.HOST: host}, lambda: True)
+
+    async def cancel_midway() -> None:
+        running = asyncio.create_task(pinning.run())
+        await asyncio.to_thread(begun.wait)
+        running.cancel()
+        await asyncio.wait([running])
+        cancelled.set()
+
+    asyncio.run(cancel_midway())
+    pinning.close()
+    assert gpu.edges == []
     device.close()
 
 

@@ -70,8 +70,14 @@ class Pinning:
         step = max(1, PIECE_BYTES // stride)
         for first in range(0, len(slots), step):
             piece = slots[first : first + step]
-            await asyncio.get_running_loop().run_in_executor(self._thread, gpu.pin, piece)
-            self._pinned.append(piece)
+            await asyncio.get_running_loop().run_in_executor(
+                self._thread, self._pin_piece, gpu, piece
+            )
+
+    def _pin_piece(self, gpu: Gpu, piece: U8) -> None:
+        # Noted in the thread: who cancels does not wait for it.
+        gpu.pin(piece)
+        self._pinned.append(piece)
 
     def close(self) -> None:
         """Undo it. No copy runs any more."""

@@ -115,9 +115,13 @@ class Windows:
             memory = self._idle.pop() if self._idle else None
         if memory is None or memory.nbytes < size_bytes:
             memory = _pinned(gpu, max(size_bytes, WINDOW_BYTES))
-        yield memory
-        with self._lock:
-            self._idle.append(memory)
+        try:
+            yield memory
+        finally:
+            # Also after a failure: were it unmapped, the GPU would still use its old pages in place
+            # of what is mapped at that address next.
+            with self._lock:
+                self._idle.append(memory)
 
 
 def _pinned(gpu: Gpu, size_bytes: int) -> U8:
