@@ -32,9 +32,9 @@ def run(report: Report, options: Options) -> None:
             ours_s = median_s(options, decode.run, before=flush)
             for name, find in PEERS.items():
                 with report.trying(f"{name} {problem.name}"):
-                    work = find(decode)
+                    work, why = _ready(find, decode)
                     if work is None:
-                        report.add(f"{name} {problem.name}", skipped="not there")
+                        report.add(f"{name} {problem.name}", skipped=why)
                         continue
                     apart = (work().float() - ours.float()).abs().max().item()
                     seconds = median_s(options, work, before=flush)
@@ -49,6 +49,18 @@ def run(report: Report, options: Options) -> None:
 
 
 Work = Callable[[], Tensor]
+
+
+def _ready(find: Callable[[Decode], Work | None], decode: Decode) -> tuple[Work | None, str]:
+    """The peer's work, after a first run, or why there is none: that is no fault of ours."""
+    work = find(decode)
+    if work is None:
+        return None, "not there"
+    try:
+        work()
+    except Exception as error:
+        return None, f"cannot run here: {type(error).__name__}: {error}"[:300]
+    return work, ""
 
 
 def _gather(decode: Decode) -> Work:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.gpu_check.options import MIB, Options
+from benchmarks.gpu_check.options import GIB, MIB, Options
 
 Work = Callable[[], object]
 
@@ -51,10 +51,12 @@ def host_call_s(options: Options, work: Work, *, calls: int = 500) -> float:
 
 
 def flusher(options: Options) -> Work:
-    """Work that leaves nothing of what was read before in the device's caches."""
-    size = options.pick(512 * MIB, MIB)
-    memory = torch.zeros(size, dtype=torch.uint8, device=options.device)
-    return lambda: memory.add_(1)
+    """Work that leaves nothing of what was read before in the device's caches.
+
+    It only reads: what it wrote would go out to memory while the next work is timed.
+    """
+    memory = torch.zeros(options.pick(GIB, MIB) // 4, dtype=torch.float32, device=options.device)
+    return memory.sum
 
 
 def _host_s(work: Work, before: Work | None) -> float:

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tierkv_kernels.cuda import variants
 
+from benchmarks.gpu_check import __main__ as program
+from benchmarks.gpu_check import peers
 from benchmarks.gpu_check.report import Report, read, shown
 from tests.kernels.sim.build import library
 
@@ -89,13 +92,35 @@ def test_what_fails_is_told_and_costs_nothing_else(standin: dict[str, str], tmp_
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     said = gpu_check()
     assert said.returncode == 2
     assert said.stderr.startswith("gpu-check needs a GPU: torch")
+
+
+def test_a_torch_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging = tmp_path / "hanging"
+    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
+    hanging.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(hanging))
+    monkeypatch.setattr(program, "LOOK_S", 0.2)
+    assert program._no_gpu() == "torch did not find one in 0 s"
+
+
+def test_a_peer_that_cannot_run_is_no_fault_of_ours() -> None:
+    decode: Any = None  # these peers do not look at it
+
+    def refuse() -> torch.Tensor:
+        raise RuntimeError("no paged attention in this build")
+
+    def work() -> torch.Tensor:
+        return torch.zeros(1)
+
+    why = "cannot run here: RuntimeError: no paged attention in this build"
+    assert peers._ready(lambda _: refuse, decode) == (None, why)
+    assert peers._ready(lambda _: None, decode) == (None, "not there")
+    assert peers._ready(lambda _: work, decode) == (work, "")
 
 
 def test_findings_survive_a_torn_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
