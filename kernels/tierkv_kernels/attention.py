@@ -105,7 +105,7 @@ def _kernel(call: Call, backend: Backend) -> CudaBackend | Kernel | None:
     if backend == "cpu":
         return default_kernel()
     if backend == "auto" and call.q.is_cuda and cuda.can_run(call):
-        return cuda_backend_if_there()
+        return cuda_backend_if_there(call.q.device)
     if backend == "auto" and call.q.device.type == "cpu" and cpu.can_run(call):
         return cpu_kernel_if_there()
     return None

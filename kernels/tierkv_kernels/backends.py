@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 import warnings
 
+import torch
+
 from tierkv_kernels.cpu import Kernel, default_kernel
 from tierkv_kernels.cuda.backend import CudaBackend, cuda_backend
 from tierkv_kernels.errors import BackendUnavailable
 
 
 @functools.cache
-def cuda_backend_if_there() -> CudaBackend | None:
-    """Warns, once, if there is none."""
+def cuda_backend_if_there(device: torch.device) -> CudaBackend | None:
+    """What runs on that device. Warns, once, if there is nothing. Raises DriverError."""
     try:
-        return cuda_backend()
+        backend = cuda_backend()
+        backend.take_up(device)
+        return backend
     except BackendUnavailable as error:
         warnings.warn(f"attention on CUDA runs on torch, slower: {error}", stacklevel=4)
         return None

@@ -51,7 +51,7 @@ def write_kv(
     if backend == "cuda":
         kernel = cuda_backend()
     elif backend == "auto" and k.is_cuda and cuda.can_write(write):
-        kernel = cuda_backend_if_there()
+        kernel = cuda_backend_if_there(k.device)
     if kernel is not None:
         kernel.write(write)
     else:

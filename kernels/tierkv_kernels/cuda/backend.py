@@ -35,6 +35,10 @@ class CudaBackend:
         self._devices: dict[int, KernelDevice] = {}
         self._taking_up = threading.Lock()
 
+    def take_up(self, device: torch.device) -> None:
+        """Make a device ready, as its first call does. Raises BackendUnavailable, DriverError."""
+        self._device_of(device)
+
     def run(self, call: Call) -> None:
         """Launch what fills ``call.out`` and ``call.lse``.
 

@@ -6,16 +6,21 @@ import threading
 
 from tierkv_kernels.cuda import bindings
 from tierkv_kernels.cuda.driver import Context, Driver, Function
-from tierkv_kernels.cuda.images import Images
+from tierkv_kernels.cuda.images import OLDEST, Images
 from tierkv_kernels.cuda.variants import Variant
+from tierkv_kernels.errors import BackendUnavailable
 
 
 class KernelDevice:
     """Loads each variant once, and keeps the device's primary context for as long as it lives."""
 
     def __init__(self, driver: Driver, ordinal: int, images: Images) -> None:
-        """Raises DriverError."""
+        """Raises BackendUnavailable if the device is too old, DriverError."""
         self.device = driver.device(ordinal)
+        if self.device.attribute(bindings.COMPUTE_CAPABILITY_MAJOR) * 10 < OLDEST:
+            raise BackendUnavailable(
+                f"{self.device.name} is {self.device.arch}, the kernels need sm_{OLDEST} or newer"
+            )
         self.context = self.device.context()
         self._images, self._arch = images, self.device.arch
         self._functions: dict[Variant, Function] = {}

@@ -22,7 +22,7 @@ from tierkv_kernels.cuda.cache import KernelCache
 from tierkv_kernels.cuda.driver import Context, Device, Driver
 from tierkv_kernels.cuda.images import Images
 from tierkv_kernels.cuda.nvrtc import Nvrtc
-from tierkv_kernels.errors import CompileError, DriverError
+from tierkv_kernels.errors import BackendUnavailable, CompileError, DriverError
 
 from tests.kernels.sim.build import library
 
@@ -381,8 +381,25 @@ def test_a_process_without_cuda_says_so_once(monkeypatch: pytest.MonkeyPatch) ->
     find = backends.cuda_backend_if_there
     find.cache_clear()
     with pytest.warns(UserWarning, match="attention on CUDA runs on torch, slower: no CUDA driver"):
-        assert find() is None
-    assert find() is None
+        assert find(torch.device("cuda:0")) is None
+    assert find(torch.device("cuda:0")) is None
+    find.cache_clear()
+
+
+def test_a_device_that_is_too_old_is_left_to_torch(
+    backend: CudaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "cuda_backend", lambda: backend)
+    monkeypatch.setenv("TIERKV_STANDIN_ARCH", "7.5")
+    here, find = torch.device("cpu"), backends.cuda_backend_if_there
+    find.cache_clear()
+    with pytest.warns(UserWarning, match=r"on torch, slower: .* is sm_75, the kernels need sm_80"):
+        assert find(here) is None
+    with pytest.raises(BackendUnavailable, match="sm_75"):
+        run(backend, make_batch(DECODE))
+    find.cache_clear()
+    monkeypatch.setenv("TIERKV_STANDIN_ARCH", "8.0")
+    assert find(here) is backend
     find.cache_clear()
 
 
