@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,16 @@ def directives(name: str) -> list[str]:
 
 def test_a_bad_configuration_stops_the_restarts() -> None:
     assert directives("RestartPreventExitStatus") == [str(Exit.BAD_CONFIG.value)]
+
+
+def test_the_sandbox_has_nothing_that_is_said_to_break_something() -> None:
+    readme = UNIT.with_name("README.md").read_text()
+    table = readme.partition("| directive | breaks |")[2].partition("\n\n")[0]
+    found = re.findall(r"`([A-Z]\w+)=(\w*)`", table)
+    assert ("PrivateDevices", "") in found
+    for name, value in found:
+        harmful = {value} if value else {"yes", "true", "on", "1"}
+        assert not harmful & set(directives(name)), f"{name}={value}"
 
 
 def test_automatic_paths_are_the_directories_that_systemd_makes() -> None:
