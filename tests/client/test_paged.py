@@ -9,8 +9,8 @@ import tierkv_kernels
 import torch
 
 import tierkv
-from tierkv import KVSpec
-from tierkv.errors import InvalidArgument, LimitExceeded
+from tierkv import KVSpec, aio
+from tierkv.errors import InvalidArgument, LimitExceeded, Unavailable
 from tierkv.rpc import messages as m
 
 LAYERS, HEADS, DIM, BLOCK = 2, 2, 4, 4
@@ -214,6 +214,63 @@ def test_attention_in_the_daemon_is_asked_again_with_its_query(daemon, batch):
     assert torch.equal(ns.attention(0, q, sequences, where="daemon"), 2 * q)
 
 
+def test_a_request_that_was_given_up_has_the_scratch_memory_until_it_is_answered(daemon):
+    with tierkv.connect(daemon.path, reconnect_s=0.3) as client:
+        ns = client.namespace(make_spec())
+        sequence = ns.begin([])
+        sequence.reserve(4)
+        sequence.append([1] * 4)
+        q = torch.randn(1, 4, DIM)
+        daemon.silent.append(m.Attend)
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="in time"):
+                ns.attention(0, q, [sequence], where="daemon")
+        assert daemon.count(m.Attend) == 1
+        assert client.stat()["epoch"] == 1
+        (connection,) = daemon.of_connection
+        late = next(iter(connection._in_flight))
+        daemon.serving.call(connection.reply, late, m.Done())
+        assert torch.equal(ns.attention(0, q, [sequence], where="daemon"), 2 * q)
+
+
+def test_a_task_that_was_cancelled_has_the_scratch_memory_until_it_is_answered(
+    daemon, loop_factory
+):
+    async def main():
+        async with aio.connect(daemon.path) as client:
+            ns = await client.namespace(make_spec())
+            sequence = await ns.begin([])
+            await sequence.reserve(4)
+            await sequence.append([1] * 4)
+            q = torch.randn(1, 4, DIM)
+            daemon.silent.append(m.Attend)
+            task = asyncio.create_task(ns.attention(0, q, [sequence], where="daemon"))
+            while not daemon.count(m.Attend):
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await ns.attention(0, q, [sequence], where="daemon")
+            assert daemon.count(m.Attend) == 1
+            (connection,) = daemon.of_connection
+            late = next(iter(connection._in_flight))
+            daemon.serving.call(connection.reply, late, m.Done())
+            assert torch.equal(await ns.attention(0, q, [sequence], where="daemon"), 2 * q)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(main())
+
+
+def test_the_pool_takes_no_part_in_gradients(client):
+    ns = client.namespace(make_spec())
+    sequence = ns.begin([])
+    sequence.reserve(1)
+    kv = torch.ones(1, HEADS, DIM, requires_grad=True)
+    ns.write_kv(0, sequence, 0, kv, kv)
+    assert not ns.k(0).requires_grad
+    assert ns.k(0)[sequence.block_table[0], 0].sum() == HEADS * DIM
+
+
 def test_a_query_too_large_for_the_scratch_memory(batch):
     ns, sequences, _ = batch
     with pytest.raises(LimitExceeded, match="fewer tokens"):
@@ -246,7 +303,7 @@ def test_attention_by_the_asyncio_client(daemon, loop_factory, monkeypatch):
     monkeypatch.setattr(tierkv_kernels, "paged_attention", reference, raising=False)
 
     async def main():
-        async with tierkv.aio.connect(daemon.path) as client:
+        async with aio.connect(daemon.path) as client:
             ns = await client.namespace(make_spec())
             sequence = await ns.begin([])
             await sequence.reserve(3)

@@ -27,7 +27,7 @@ from tierkv.client.views import NamespaceViews, SequenceViews, Where
 from tierkv.core.ids import U8
 from tierkv.core.spec import KVSpec
 from tierkv.errors import InvalidArgument, NotReady, ProtocolError, TierkvError, Unavailable
-from tierkv.rpc.messages import Done, Failure, Reply, Request
+from tierkv.rpc.messages import Attend, Done, Failure, Reply, Request
 from tierkv.rpc.wire import FrameDecoder, decode_reply, encode, unknown_reply
 
 if TYPE_CHECKING:
@@ -151,11 +151,14 @@ class Client:
 
     # --- driving verbs ----------------------------------------------------------------------------
 
-    async def _run(self, steps: Steps[T], timeout_s: float | None = None) -> T:
+    async def _run(
+        self, steps: Steps[T], timeout_s: float | None = None, *, by_scratch: bool = False
+    ) -> T:
         """Run a verb to its end, attaching again as often as needed until the time is up."""
         self._core.check_process()
         limit_s = self._reconnect_s if timeout_s is None else timeout_s
-        return await self._bounded(_drive(steps, self._exchange), limit_s)
+        exchange = self._exchange_by_scratch if by_scratch else self._exchange
+        return await self._bounded(_drive(steps, exchange), limit_s)
 
     async def _open(self) -> None:
         await self._bounded(self._attached(), self._timeout_s)
@@ -197,6 +200,12 @@ class Client:
             except ConnectionLost:
                 continue
         raise Unavailable(f"the daemon was lost {SENDS_MAX} times over the same request")
+
+    async def _exchange_by_scratch(self, ask: Ask) -> Reply:
+        """The same for what is asked by way of the scratch memory, which the ask writes into."""
+        if self._link is not None:
+            await self._link.settle()
+        return await self._exchange(ask)
 
     async def _attached(self) -> Link:
         if self._link is not None and self._link.alive:
@@ -254,6 +263,7 @@ class Link(asyncio.BufferedProtocol):
         self._last_id = 0
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._offered: asyncio.Future[Reply] | None = None
+        self._attending: asyncio.Future[Reply] | None = None
 
     async def call(self, request: Request | None) -> Reply:
         """Send, and wait for the answer; without a request, only see whether the daemon is there.
@@ -268,10 +278,18 @@ class Link(asyncio.BufferedProtocol):
                 self.close()
                 raise ConnectionLost("the daemon closed the connection")
             return Done()
-        reply = await self._send(self._transport, request)
+        sent = self._send(self._transport, request)
+        if isinstance(request, Attend):
+            self._attending, sent = sent, asyncio.shield(sent)
+        reply = await sent
         if isinstance(reply, Failure):
             raise wire_error(reply)
         return reply
+
+    async def settle(self) -> None:
+        """Return when the daemon is done with the scratch memory, whoever was cancelled."""
+        if self._attending is not None:
+            await asyncio.wait([self._attending])
 
     def offer(self, steps: Steps[None]) -> None:
         """Send a verb's one request, if it has one, unless the last one offered is unanswered."""
@@ -527,4 +545,5 @@ class Namespace(NamespaceViews):
         if where != "daemon":
             raise InvalidArgument(f"where is {where!r}; it must be worker or daemon")
         async with self._client._scratch:
-            return await self._client._run(self._paged.attend_in_daemon(q, plan))
+            steps = self._paged.attend_in_daemon(q, plan)
+            return await self._client._run(steps, by_scratch=True)

@@ -75,7 +75,7 @@ class PagedPool:
         rows = (positions % spec.block_tokens).unsqueeze(1)
         pair = torch.tensor([[0, 1]])
         target = self.layer(layer)
-        values = torch.stack((k, v), 1).to(target.device, self.dtype)
+        values = torch.stack((k.detach(), v.detach()), 1).to(target.device, self.dtype)
         if self.dtype in _ONE_BYTE:
             # torch scatters no float8 on the CPU; the bytes are the same.
             target, values = target.view(torch.uint8), values.view(torch.uint8)

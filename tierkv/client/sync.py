@@ -154,13 +154,16 @@ class Client:
 
     # --- driving verbs ----------------------------------------------------------------------------
 
-    def _run(self, steps: Steps[T], timeout_s: float | None = None) -> T:
+    def _run(
+        self, steps: Steps[T], timeout_s: float | None = None, *, by_scratch: bool = False
+    ) -> T:
         """Run a verb to its end, attaching again as often as needed until the time is up."""
         self._core.check_process()
         deadline = time.monotonic() + (self._reconnect_s if timeout_s is None else timeout_s)
+        exchange = self._exchange_by_scratch if by_scratch else self._exchange
         self._take_turn(deadline)
         try:
-            return _drive(steps, self._exchange, deadline)
+            return _drive(steps, exchange, deadline)
         finally:
             self._lock.release()
 
@@ -211,6 +214,13 @@ class Client:
             except ConnectionLost:
                 continue
         raise Unavailable(f"the daemon was lost {SENDS_MAX} times over the same request")
+
+    def _exchange_by_scratch(self, ask: Ask, deadline: float) -> Reply:
+        """The same for what is asked by way of the scratch memory, which the ask writes into."""
+        if self._link is not None and self._link.alive:
+            with suppress(ConnectionLost):
+                self._link.settle(deadline)
+        return self._exchange(ask, deadline)
 
     def _attach(self, deadline: float) -> Link:
         delays_s = backoff_delays_s()
@@ -321,6 +331,16 @@ class Link:
         self._take_arrived()
         if not self._posted and not self._abandoned:
             self.post(steps, deadline)
+
+    def settle(self, deadline: float) -> None:
+        """Wait until the daemon is done with all requests that were given up.
+
+        Raises ConnectionLost and Unavailable as ``exchange`` does.
+        """
+        while self._abandoned:
+            request_id = next(iter(self._abandoned))
+            self._receive(request_id, deadline)
+            self._abandoned.discard(request_id)
 
     def close(self) -> None:
         """The daemon sees end-of-file."""
@@ -633,4 +653,4 @@ class Namespace(NamespaceViews):
             return self._paged.attend(layer, q, plan)
         if where != "daemon":
             raise InvalidArgument(f"where is {where!r}; it must be worker or daemon")
-        return self._client._run(self._paged.attend_in_daemon(q, plan))
+        return self._client._run(self._paged.attend_in_daemon(q, plan), by_scratch=True)
