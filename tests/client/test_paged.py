@@ -245,7 +245,7 @@ def test_a_task_that_was_cancelled_has_the_scratch_memory_until_it_is_answered(
             q = torch.randn(1, 4, DIM)
             daemon.silent.append(m.Attend)
             task = asyncio.create_task(ns.attention(0, q, [sequence], where="daemon"))
-            while not daemon.count(m.Attend):
+            while not daemon.count(m.Attend):  # noqa: ASYNC110  # nobody signals it
                 await asyncio.sleep(0.01)
             task.cancel()
             with pytest.raises(TimeoutError):
