@@ -81,3 +81,12 @@ def test_the_make_targets_it_names_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
         assert f"\n{target}: " in makefile
+
+
+def test_the_kernels_example_runs_as_written() -> None:
+    (example,) = re.findall(
+        r"```python\n(import.*?)```", (ROOT / "kernels" / "README.md").read_text(), re.DOTALL
+    )
+    found: dict[str, object] = {}
+    exec(example, found)
+    assert str(getattr(found["out"], "shape", None)) == "torch.Size([5, 9, 64])"
