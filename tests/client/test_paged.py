@@ -10,6 +10,7 @@ import torch
 
 import tierkv
 from tierkv import KVSpec, aio
+from tierkv.client import paged
 from tierkv.errors import InvalidArgument, LimitExceeded, Unavailable
 from tierkv.rpc import messages as m
 
@@ -193,6 +194,23 @@ def test_all_layers_of_a_step_share_one_plan(batch, monkeypatch):
     ns.attention(0, q, sequences, seq_lens=[9, 4])
     assert len({id(plan) for plan in plans[:-1]}) == 1
     assert plans[-1].seq_lens.tolist() == [9, 4]
+
+
+def test_keys_of_few_rows_are_split_on_a_gpu(batch, monkeypatch):
+    monkeypatch.setattr(paged, "GPU_SPLIT_TOKENS", 4)
+    ns, sequences, _ = batch
+    parts = {}
+    for device in ("cpu", "cuda"):
+        for tokens in (1, 2, 5):
+            options = {"scale": None, "causal": True, "window": -1, "softcap": 0.0}
+            q = torch.zeros(tokens, 4 * HEADS, DIM)
+            asked = ns._paged.plan(0, q, sequences[:1], None, None, **options)
+            work = ns._paged._kernel_plan(asked, torch.device(device))
+            parts[device, tokens] = work.num_partials
+    chunks = 3  # of the sequence's 9 tokens; a part for each and each query token
+    split = {("cuda", 1): chunks, ("cuda", 2): 2 * chunks}
+    unsplit = {("cuda", 5): 0, ("cpu", 1): 0, ("cpu", 2): 0, ("cpu", 5): 0}
+    assert parts == split | unsplit
 
 
 def test_attention_in_the_daemon_goes_through_scratch_memory(daemon, batch):

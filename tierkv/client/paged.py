@@ -19,6 +19,14 @@ from tierkv.gpu import GpuRows
 
 _ONE_BYTE = (torch.uint8, torch.float8_e4m3fn)
 
+GPU_SPLIT_TOKENS = 512
+"""On a GPU, keys of few query rows are cut at multiples of this: unsplit, a sequence would keep no
+more than one multiprocessor for each of its KV heads at work."""
+
+FEW_ROWS = 16
+"""Query rows (tokens x query heads of a KV head) of a sequence: what one pass over its keys takes.
+The parts of more would take memory, rows times chunks, and more rows keep a GPU busy anyway."""
+
 
 class PagedPool:
     """Torch's view of a namespace's pool; made anew when the arena was mapped anew."""
@@ -118,7 +126,7 @@ class PagedPool:
             torch.from_numpy(plan.tables).to(q.device),
             torch.from_numpy(plan.seq_lens.astype(np.int32)).to(q.device),
             q_indptr=torch.from_numpy(plan.q_indptr.astype(np.int32)).to(q.device),
-            plan=self._kernel_plan(plan),
+            plan=self._kernel_plan(plan, q.device),
             scale=plan.scale or None,
             causal=plan.causal,
             window=plan.window,
@@ -133,23 +141,25 @@ class PagedPool:
         yield from self._namespace.attend(plan, _bytes_of(stored), _bytes_of(out))
         return out.to(q.device, q.dtype)
 
-    def _kernel_plan(self, plan: AttendPlan) -> tierkv_kernels.Plan:
+    def _kernel_plan(self, plan: AttendPlan, device: torch.device) -> tierkv_kernels.Plan:
         """The kernels' plan of this step, kept for its other layers: it depends on lengths only.
 
         Each thread keeps its own, because a plan also holds the step's buffers.
         """
         lengths = (plan.seq_lens.tobytes(), plan.q_indptr.tobytes())
-        step = (*lengths, plan.q_heads, plan.causal, plan.window)
+        step = (*lengths, plan.q_heads, plan.causal, plan.window, device)
         if getattr(self._step, "key", None) != step:
             spec = self._namespace.spec
+            q_lens = np.diff(plan.q_indptr.astype(np.int32))
+            rows = int(q_lens.max(initial=0)) * plan.q_heads // spec.kv_heads
             self._step.plan = tierkv_kernels.plan(
                 plan.seq_lens.astype(np.int32),
-                np.diff(plan.q_indptr.astype(np.int32)),
+                q_lens,
                 num_q_heads=plan.q_heads,
                 num_kv_heads=spec.kv_heads,
                 head_dim=spec.head_dim,
                 block_size=spec.block_tokens,
-                split=0,
+                split=GPU_SPLIT_TOKENS if device.type == "cuda" and rows <= FEW_ROWS else 0,
                 causal=plan.causal,
                 window=plan.window,
             )
