@@ -204,7 +204,7 @@ def test_keys_of_few_rows_are_split_on_a_gpu(batch, monkeypatch):
         for tokens in (1, 2, 5):
             options = {"scale": None, "causal": True, "window": -1, "softcap": 0.0}
             q = torch.zeros(tokens, 4 * HEADS, DIM)
-            asked = ns._paged.plan(0, q, sequences[:1], None, None, **options)
+            asked = ns._plan(0, q, sequences[:1], None, None, **options)
             work = ns._paged._kernel_plan(asked, torch.device(device))
             parts[device, tokens] = work.num_partials
     chunks = 3  # of the sequence's 9 tokens; a part for each and each query token
