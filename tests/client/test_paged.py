@@ -180,10 +180,11 @@ def test_attention_passes_its_options_on(batch, monkeypatch):
 
 
 def test_all_layers_of_a_step_share_one_plan(batch, monkeypatch):
-    plans = []
+    plans, tables = [], []
 
-    def kernel(q, *_, plan, **_options):
+    def kernel(q, _k, _v, table, *_, plan, **_options):
         plans.append(plan)
+        tables.append(table)
         return q, None
 
     monkeypatch.setattr(tierkv_kernels, "paged_attention", kernel, raising=False)
@@ -193,7 +194,11 @@ def test_all_layers_of_a_step_share_one_plan(batch, monkeypatch):
         ns.attention(layer, q, sequences, seq_lens=[8, 4])
     ns.attention(0, q, sequences, seq_lens=[9, 4])
     assert len({id(plan) for plan in plans[:-1]}) == 1
+    assert len({id(table) for table in tables[:-1]}) == 1
     assert plans[-1].seq_lens.tolist() == [9, 4]
+    ns.attention(0, q, sequences[::-1], seq_lens=[4, 4])
+    ns.attention(0, q, sequences, seq_lens=[4, 4])
+    assert torch.equal(tables[-1], tables[-2].flip(0))
 
 
 def test_keys_of_few_rows_are_split_on_a_gpu(batch, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence as Items
+from typing import NamedTuple
 
 import numpy as np
 import tierkv_kernels
@@ -28,12 +29,24 @@ FEW_ROWS = 16
 The parts of more would take memory, rows times chunks, and more rows keep a GPU busy anyway."""
 
 
+class _Step(NamedTuple):
+    """What attention takes beside the query and the layer, on the device of the query.
+
+    A GPU is waited for when this is made, so not again for each layer.
+    """
+
+    tables: torch.Tensor
+    seq_lens: torch.Tensor
+    q_indptr: torch.Tensor
+    plan: tierkv_kernels.Plan
+
+
 class PagedPool:
     """Torch's view of a namespace's pool; made anew when the arena was mapped anew."""
 
     def __init__(self, namespace: NamespaceCore) -> None:
         self._namespace = namespace
-        self._step = threading.local()
+        self._last = threading.local()
         self.dtype: torch.dtype = getattr(torch, namespace.spec.dtype)
 
     @property
@@ -119,14 +132,15 @@ class PagedPool:
     def attend(self, layer: int, q: torch.Tensor, plan: AttendPlan) -> torch.Tensor:
         """Paged attention in this process."""
         pair = self.layer(layer)
+        step = self._step_of(plan, q.device)
         out, _ = tierkv_kernels.paged_attention(
             q,
             pair[:, 0],
             pair[:, 1],
-            torch.from_numpy(plan.tables).to(q.device),
-            torch.from_numpy(plan.seq_lens.astype(np.int32)).to(q.device),
-            q_indptr=torch.from_numpy(plan.q_indptr.astype(np.int32)).to(q.device),
-            plan=self._kernel_plan(plan, q.device),
+            step.tables,
+            step.seq_lens,
+            q_indptr=step.q_indptr,
+            plan=step.plan,
             scale=plan.scale or None,
             causal=plan.causal,
             window=plan.window,
@@ -141,31 +155,38 @@ class PagedPool:
         yield from self._namespace.attend(plan, _bytes_of(stored), _bytes_of(out))
         return out.to(q.device, q.dtype)
 
-    def _kernel_plan(self, plan: AttendPlan, device: torch.device) -> tierkv_kernels.Plan:
-        """The kernels' plan of this step, kept for its other layers: it depends on lengths only.
+    def _step_of(self, plan: AttendPlan, device: torch.device) -> _Step:
+        """What the layers of a step share, kept for the next one.
 
-        Each thread keeps its own, because a plan also holds the step's buffers.
+        Each thread keeps its own, because a kernels' plan also holds the step's buffers. So does
+        each stream of a GPU: torch gives freed memory away again in the order of one stream.
         """
-        lengths = (plan.seq_lens.tobytes(), plan.q_indptr.tobytes())
-        step = (*lengths, plan.q_heads, plan.causal, plan.window, device)
-        if getattr(self._step, "key", None) != step:
-            spec = self._namespace.spec
-            q_lens = np.diff(plan.q_indptr.astype(np.int32))
-            rows = int(q_lens.max(initial=0)) * plan.q_heads // spec.kv_heads
-            self._step.plan = tierkv_kernels.plan(
-                plan.seq_lens.astype(np.int32),
-                q_lens,
-                num_q_heads=plan.q_heads,
-                num_kv_heads=spec.kv_heads,
-                head_dim=spec.head_dim,
-                block_size=spec.block_tokens,
-                split=GPU_SPLIT_TOKENS if device.type == "cuda" and rows <= FEW_ROWS else 0,
-                causal=plan.causal,
-                window=plan.window,
-            )
-            self._step.key = step
-        made: tierkv_kernels.Plan = self._step.plan
-        return made
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        arrays = (plan.tables, plan.seq_lens.astype(np.int32), plan.q_indptr.astype(np.int32))
+        geometry = (plan.q_heads, plan.causal, plan.window)
+        key = (*(array.tobytes() for array in arrays), *geometry, device, stream)
+        if getattr(self._last, "key", None) != key:
+            tables, seq_lens, q_indptr = (torch.from_numpy(array).to(device) for array in arrays)
+            self._last.step = _Step(tables, seq_lens, q_indptr, self._kernel_plan(plan, device))
+            self._last.key = key
+        step: _Step = self._last.step
+        return step
+
+    def _kernel_plan(self, plan: AttendPlan, device: torch.device) -> tierkv_kernels.Plan:
+        spec = self._namespace.spec
+        q_lens = np.diff(plan.q_indptr.astype(np.int32))
+        rows = int(q_lens.max(initial=0)) * plan.q_heads // spec.kv_heads
+        return tierkv_kernels.plan(
+            plan.seq_lens.astype(np.int32),
+            q_lens,
+            num_q_heads=plan.q_heads,
+            num_kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            block_size=spec.block_tokens,
+            split=GPU_SPLIT_TOKENS if device.type == "cuda" and rows <= FEW_ROWS else 0,
+            causal=plan.causal,
+            window=plan.window,
+        )
 
     def plan(
         self,
