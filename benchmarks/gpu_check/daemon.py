@@ -17,12 +17,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_check.options import MIB, Options
 from benchmarks.gpu_check.report import Report
 
 NEEDED = ("aiofiles", "click", "lmdb", "msgspec", "prometheus_client", "rich", "xxhash")
 BLOCKS = 32
+TOLERANCE = 2e-2
+"""Of outputs in bfloat16; the kernels part holds them against float64."""
 
 
 def run(report: Report, options: Options) -> None:
@@ -129,6 +132,10 @@ def _lives(report: Report, options: Options, daemon: Daemon) -> None:
     with tierkv.connect(daemon.socket, reconnect_s=60) as client:
         ns = client.namespace(spec)
         content = _written(report, options, ns, ids)
+        if options.device == "cuda":
+            with report.trying("attention to what was written"):
+                apart = attend(ns, "cuda")
+                report.add("attention to what was written", ok=apart <= TOLERANCE, apart=apart)
         client.flush()
         _press(ns, 2 * options.pick(512, 8) * MIB // spec.block_bytes)
         found = ns.lookup(ids)
@@ -147,6 +154,22 @@ def _lives(report: Report, options: Options, daemon: Daemon) -> None:
         with ns.begin(ids, keep=0) as sequence:
             report.add("what it had written is right", ok=_same(options, ns, sequence, content))
     report.add("it stops when told", ok=daemon.stop() == 0)
+
+
+def attend(ns: Any, device: str) -> float:
+    """Write keys and values through the worker's API; its attention, how far from torch's own."""
+    heads, dim, tokens, group = ns.spec.kv_heads, ns.spec.head_dim, 5 * ns.spec.block_tokens + 3, 4
+    kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+    k, v = (torch.randn(tokens, heads, dim, **kind) for _ in range(2))
+    q = torch.randn(2, heads * group, dim, **kind)
+    last = ns.spec.layers - 1
+    with ns.begin([], keep=0, reserve=tokens) as sequence:
+        ns.write_kv(last, sequence, 0, k, v)
+        sequence.append(np.arange(tokens))
+        out = ns.attention(last, q, [sequence], causal=False)
+    k, v = (one.repeat_interleave(group, 1).transpose(0, 1) for one in (k, v))
+    want = scaled_dot_product_attention(q.transpose(0, 1), k, v).transpose(0, 1)
+    return (out.float() - want.float()).abs().max().item()
 
 
 def _written(report: Report, options: Options, ns: Any, ids: Any) -> Any:

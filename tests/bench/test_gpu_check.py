@@ -17,9 +17,11 @@ import torch
 from tierkv_kernels.cuda import variants
 
 from benchmarks.gpu_check import __main__ as program
-from benchmarks.gpu_check import peers
+from benchmarks.gpu_check import daemon, peers
 from benchmarks.gpu_check.report import Report, read, shown
 from tests.kernels.sim.build import library
+from tests.service.running import running
+from tierkv import KVSpec
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("machine", "memory", "kernels", "decode", "peers", "daemon")
@@ -121,6 +123,14 @@ def test_a_peer_that_cannot_run_is_no_fault_of_ours() -> None:
     assert peers._ready(lambda _: refuse, decode) == (None, why)
     assert peers._ready(lambda _: None, decode) == (None, "not there")
     assert peers._ready(lambda _: work, decode) == (work, "")
+
+
+def test_attention_through_a_daemon_is_that_of_torch() -> None:
+    """On a tier in RAM: over the stand-in it is left out, as torch cannot see that memory."""
+    spec = KVSpec(model="m", layers=2, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
+    tiers = {"device.bytes": "4MiB", "host.bytes": "0", "disk.bytes": "0"}
+    with running(tiers) as served, served.connect() as client:
+        assert daemon.attend(client.namespace(spec), "cpu") <= daemon.TOLERANCE
 
 
 def test_findings_survive_a_torn_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
