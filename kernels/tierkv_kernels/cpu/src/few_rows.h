@@ -37,6 +37,7 @@ struct group {
     int32_t first_row, rows, real_rows;
     float *q;   /* [rows][q_stride], placed as K is; or bfloat16 for the dot product */
     float *sum; /* [rows][head_dim] */
+    float weights[TILE * GROUP_ROWS] __attribute__((aligned(64))); /* scores until they are weights */
 };
 
 /* Where the rows of some tokens lie, those of the first KV head of the unit. */
@@ -49,19 +50,17 @@ struct rows_at {
  * over the work on this one. A core drops most requests that come in a burst, hence a position that
  * goes through memory and so takes a few cycles from one line to the next. It also drops what comes
  * while too many are on their way, hence each line is asked for again shortly before it is read (see
- * ask_again()), and float32, which has the most of them, goes through the tile twice. */
+ * ask_again()). */
 struct stream {
     const char *volatile at;
     int64_t lines; /* left in this run */
-    int32_t cache, head, token, times; /* where the next run begins: K or V, and which row of it */
+    int32_t cache, head, token; /* where the next run begins: K or V, and which row of it */
 };
 
-INLINE int stream_times(enum type type) { return type == F32 ? 2 : 1; }
-
-/* Lines asked for per line of K or of V that is read; together they are stream_times(). Found by
- * measuring. */
-#define STREAM_PER_KEY 1
-INLINE int stream_per_value(enum type type) { return type == F32 ? 3 : 1; }
+/* Lines asked for while two lines of K or two of V are read; together they are 4. Found by measuring.
+ * Vectors that are shorter ask for no fractions of a line. */
+INLINE int stream_per_keys(enum type type) { return type == F32 && W == 16 ? 1 : 2; }
+INLINE int stream_per_values(enum type type) { return 4 - stream_per_keys(type); }
 
 struct tile {
     const struct attention *call;
@@ -71,15 +70,14 @@ struct tile {
     struct stream stream;
     const struct rows_at *soon; /* what is read after this group's rows: those of the next KV head */
     int64_t k_soon, v_soon;
-    float weights[TILE * GROUP_ROWS] __attribute__((aligned(64)));
-};
+} __attribute__((aligned(64))); /* groups follow it */
 
 /* Rows that lie one after another are one run. 0: there is none left. */
 static __attribute__((noinline)) int next_run(struct tile *tile) {
     struct stream *stream = &tile->stream;
     const struct attention *call = tile->call;
     int32_t tokens = tile->next.tokens, heads = tile->next.heads;
-    if (tokens == 0 || stream->times == stream_times(call->kv_type)) return 0;
+    if (tokens == 0 || stream->cache > 1) return 0;
     int64_t row_bytes = call->head_dim * bytes_of(call->kv_type);
     const struct cache *cache = stream->cache ? &call->v : &call->k;
     const char *const *rows = stream->cache ? tile->next.v : tile->next.k;
@@ -94,8 +92,7 @@ static __attribute__((noinline)) int next_run(struct tile *tile) {
         stream->token = 0;
         if (all_heads || ++stream->head == heads) {
             stream->head = 0;
-            stream->times += stream->cache;
-            stream->cache = !stream->cache;
+            stream->cache++;
         }
     }
     int64_t past_line = (int64_t)((uintptr_t)begin % LINE);
@@ -142,7 +139,7 @@ INLINE Floats scores(
                 sum[t * rows + r] += two * load(q + W);
             }
         }
-        ask_ahead(tile, STREAM_PER_KEY * tokens * 2 * W * bytes_of(type));
+        ask_ahead(tile, stream_per_keys(type) * tokens * W * bytes_of(type));
     }
     for (; d < dim; d += W) {
         UNROLL for (int t = 0; t < tokens; t++) {
@@ -178,7 +175,7 @@ INLINE Floats scores_by_dot(
                 sum[t * rows + r] = _mm512_dpbf16_ps(sum[t * rows + r], key, query);
             }
         }
-        ask_ahead(tile, STREAM_PER_KEY * tokens * LINE);
+        ask_ahead(tile, stream_per_keys(BF16) * tokens * LINE / 2);
     }
     if (d < dim) { /* 16 are left; q is padded with zeros */
         UNROLL for (int t = 0; t < tokens; t++) {
@@ -224,43 +221,48 @@ INLINE void add_values(
             UNROLL for (int i = 0; i < vectors; i += 2)
                 load_pair(type, row + i * W * bytes_of(type), &values[i], &values[i + 1]);
         UNROLL for (int r = 0; r < rows; r++) {
-            Floats weight = broadcast(tile->weights[t * rows + r]);
+            Floats weight = broadcast(group->weights[t * rows + r]);
             UNROLL for (int i = 0; i < vectors; i++) sum[r][i] += weight * values[i];
         }
-        ask_ahead(tile, stream_per_value(type) * vectors * W * bytes_of(type));
+        ask_ahead(tile, stream_per_values(type) * vectors * W * bytes_of(type) / 2);
     }
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int i = 0; i < vectors; i++)
             store(group->sum + r * dim + d + i * W, sum[r][i]);
 }
 
-INLINE void group_tile(enum type type, int dot, int rows, struct tile *tile, struct group *group) {
+INLINE void group_scores(
+    enum type type, int dot, int rows, struct tile *tile, struct group *group
+) {
     const struct attention *call = tile->call;
-    const int vectors = TILE * rows / W, tokens = W / rows, dim = call->head_dim;
-    int64_t size = bytes_of(type);
-    int64_t k_offset = group->head * call->k.head_stride * size;
-    int64_t v_offset = group->head * call->v.head_stride * size;
+    const int tokens = W / rows, dim = call->head_dim;
+    int64_t offset = group->head * call->k.head_stride * bytes_of(type);
     (void)dot;
+    for (int t = 0; t < tile->now.tokens; t += tokens) {
+        Floats s;
+#if HAS_DOT
+        if (dot) s = scores_by_dot(rows, tile, group, t, offset, dim);
+        else
+#endif
+            s = scores(type, rows, tile, group, t, offset, dim);
+        store(group->weights + t * rows, s);
+    }
+}
 
+INLINE void group_weights(int rows, struct tile *tile, struct group *group) {
+    const struct attention *call = tile->call;
+    const int vectors = TILE * rows / W, tokens = W / rows;
     Floats score[TILE * GROUP_ROWS / W];
     Floats largest = broadcast(-INFINITY);
     int32_t end = tile->begin + tile->now.tokens;
     int masked = tile->now.tokens < TILE || tile->begin < group->lo_max || end > group->hi_min;
     for (int i = 0; i < vectors; i++) {
-        Floats s = broadcast(-INFINITY);
-        if (i * tokens < tile->now.tokens) {
-#if HAS_DOT
-            if (dot) s = scores_by_dot(rows, tile, group, i * tokens, k_offset, dim);
-            else
-#endif
-                s = scores(type, rows, tile, group, i * tokens, k_offset, dim);
-            s *= tile->factor;
-            if (call->softcap > 0) s = soft_capped(s, call->softcap) * LOG2_E;
-            if (masked) {
-                Ints key = tile->begin + i * tokens + lane_over(rows);
-                Ints seen = (key >= group->lo) & (key < group->hi) & (key < end);
-                s = select_floats(seen, s, broadcast(-INFINITY));
-            }
+        Floats s = load(group->weights + i * W) * tile->factor;
+        if (call->softcap > 0) s = soft_capped(s, call->softcap) * LOG2_E;
+        if (masked) {
+            Ints key = tile->begin + i * tokens + lane_over(rows);
+            Ints seen = (key >= group->lo) & (key < group->hi) & (key < end);
+            s = select_floats(seen, s, broadcast(-INFINITY));
         }
         score[i] = s;
         largest = larger(largest, s);
@@ -269,30 +271,48 @@ INLINE void group_tile(enum type type, int dot, int rows, struct tile *tile, str
     Ints grown = largest > group->largest + HEADROOM;
     int any = 0;
     UNROLL for (int r = 0; r < rows; r++) any |= grown[r];
-    if (any) rescale(rows, group, largest, dim);
+    if (any) rescale(rows, group, largest, call->head_dim);
     /* Where nothing was seen yet, all weights must be 0. */
     Floats base = select_floats(group->largest == -INFINITY, (Floats){0}, group->largest);
     for (int i = 0; i < vectors; i++) {
         Floats weight = exp2_floats(score[i] - base);
         group->weight += weight;
-        store(tile->weights + i * W, weight);
+        store(group->weights + i * W, weight);
     }
-
-    const int step = rows == 4 ? (W == 16 ? 4 : 2) : (W == 16 ? 8 : 4);
-    int d = 0;
-    for (; d + step * W <= dim; d += step * W)
-        add_values(type, rows, step, tile, group, v_offset, dim, d);
-    for (; d + 2 * W <= dim; d += 2 * W)
-        add_values(type, rows, 2, tile, group, v_offset, dim, d);
-    for (; d < dim; d += W) add_values(type, rows, 1, tile, group, v_offset, dim, d);
 }
 
-typedef void group_function(struct tile *tile, struct group *group);
+INLINE void group_values(enum type type, int rows, struct tile *tile, struct group *group) {
+    const struct attention *call = tile->call;
+    const int dim = call->head_dim, step = rows == 4 ? (W == 16 ? 4 : 2) : (W == 16 ? 8 : 4);
+    int64_t offset = group->head * call->v.head_stride * bytes_of(type);
+    int d = 0;
+    for (; d + step * W <= dim; d += step * W)
+        add_values(type, rows, step, tile, group, offset, dim, d);
+    for (; d + 2 * W <= dim; d += 2 * W) add_values(type, rows, 2, tile, group, offset, dim, d);
+    for (; d < dim; d += W) add_values(type, rows, 1, tile, group, offset, dim, d);
+}
 
-#define GROUP_FUNCTIONS(name, type, dot)                                                       \
-    static void name##_1(struct tile *t, struct group *g) { group_tile(type, dot, 1, t, g); }  \
-    static void name##_2(struct tile *t, struct group *g) { group_tile(type, dot, 2, t, g); }  \
-    static void name##_4(struct tile *t, struct group *g) { group_tile(type, dot, 4, t, g); }
+/* What is done for each group of a tile, in this order. */
+enum step { SCORES, WEIGHTS, VALUES, STEPS };
+
+INLINE void group_step(
+    enum step step, enum type type, int dot, int rows, struct tile *tile, struct group *group
+) {
+    if (step == SCORES) group_scores(type, dot, rows, tile, group);
+    else if (step == WEIGHTS) group_weights(rows, tile, group);
+    else group_values(type, rows, tile, group);
+}
+
+typedef void group_function(enum step step, struct tile *tile, struct group *group);
+
+#define GROUP_FUNCTION(name, type, dot, rows)                                 \
+    static void name##_##rows(enum step s, struct tile *t, struct group *g) { \
+        group_step(s, type, dot, rows, t, g);                                 \
+    }
+#define GROUP_FUNCTIONS(name, type, dot) \
+    GROUP_FUNCTION(name, type, dot, 1)   \
+    GROUP_FUNCTION(name, type, dot, 2)   \
+    GROUP_FUNCTION(name, type, dot, 4)
 
 GROUP_FUNCTIONS(group_f32, F32, 0)
 GROUP_FUNCTIONS(group_f16, F16, 0)
@@ -439,6 +459,9 @@ static void few_rows(
     int count = begin_groups(call, unit, groups, (char *)(groups + per_head * unit->heads));
     tile->call = call;
     tile->factor = score_factor(call) * (call->softcap > 0 ? 1.0f : LOG2_E);
+    /* A step of many groups at once hides what each waits for, sums across lanes and exp2. But bfloat16
+     * takes so little arithmetic that K and V in turn, and so requests at an even pace, are worth more. */
+    int together = call->kv_type == BF16 ? 1 : count;
     find_rows(call, unit, unit->kv_begin, &tile->now);
     for (tile->begin = unit->kv_begin; tile->begin < unit->kv_end;) {
         int32_t end = tile->begin + tile->now.tokens;
@@ -446,10 +469,12 @@ static void few_rows(
         else if (after != NULL) find_rows(call, after, after->kv_begin, &tile->next);
         else tile->next.tokens = 0;
         tile->stream = (struct stream){0};
-        for (int i = 0; i < count; i++) {
-            find_soon(tile, groups[i].head + 1);
-            group_function_of(call->kv_type, groups[i].rows)(tile, groups + i);
-        }
+        for (int i = 0; i < count; i += together)
+            for (enum step step = 0; step < STEPS; step++)
+                for (int n = i; n < i + together; n++) {
+                    find_soon(tile, groups[n].head + 1);
+                    group_function_of(call->kv_type, groups[n].rows)(step, tile, groups + n);
+                }
         tile->begin = end;
         tile->now = tile->next;
     }

@@ -85,11 +85,22 @@ INLINE Floats add_lanes(Floats a, Floats b, int s) {
     __builtin_unreachable();
 }
 
-/* Lane i of the result is the sum of the lanes of vectors[i], of which there are W. */
+INLINE void add_pairs(Floats *vectors, int s) {
+    UNROLL for (int i = 0; i < W / (2 * s); i++)
+        vectors[i] = add_lanes(vectors[2 * i], vectors[2 * i + 1], s);
+}
+
+/* Lane i of the result is the sum of the lanes of vectors[i], of which there are W. Each step stands
+ * for itself, as compilers do not unroll a loop over powers of two. */
 INLINE Floats sums(Floats *vectors) {
-    UNROLL for (int s = 1; s < W; s *= 2)
-        UNROLL for (int i = 0; i < W / (2 * s); i++)
-            vectors[i] = add_lanes(vectors[2 * i], vectors[2 * i + 1], s);
+    add_pairs(vectors, 1);
+    add_pairs(vectors, 2);
+#if W > 4
+    add_pairs(vectors, 4);
+#endif
+#if W > 8
+    add_pairs(vectors, 8);
+#endif
     return vectors[0];
 }
 
