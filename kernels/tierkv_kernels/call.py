@@ -81,7 +81,7 @@ def check_call(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     else:
         _check_tensor("out", out, q.shape, q.dtype, q.device)
-        _check_last_dim("out", out)
+        check_last_dim("out", out)
     lse = None
     if return_lse:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -150,7 +150,7 @@ def _check_tensors(
     _check_tensor("k_cache", k_cache, k_cache.shape, k_cache.dtype, q.device)
     _check_tensor("v_cache", v_cache, k_cache.shape, k_cache.dtype, q.device)
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        _check_last_dim(name, tensor)
+        check_last_dim(name, tensor)
     if seq_lens.dim() != 1:
         raise InvalidInput(f"seq_lens: got shape {tuple(seq_lens.shape)}, want [batch]")
     batch = seq_lens.shape[0]
@@ -184,7 +184,8 @@ def _check_tensor(
         raise InvalidInput(f"{name}: got device {tensor.device}, want q's, {device}")
 
 
-def _check_last_dim(name: str, tensor: Tensor) -> None:
+def check_last_dim(name: str, tensor: Tensor) -> None:
+    """Raises InvalidInput unless the last dimension is contiguous."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise InvalidInput(
             f"{name}: got strides {tensor.stride()}, want a contiguous last dimension"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tierkv_kernels.call import FP8, Q_DTYPES
+from tierkv_kernels.call import FP8, Q_DTYPES, check_last_dim
 from tierkv_kernels.errors import InvalidInput, require
 
 
@@ -57,11 +57,7 @@ def check_write_call(write: WriteCall) -> None:
         device = getattr(write, name).device
         require(device == k.device, f"{name}: got device {device}, want k's, {k.device}")
     for name in ("k", "v", "k_cache", "v_cache"):
-        tensor = getattr(write, name)
-        require(
-            tensor.stride(-1) == 1 or head_dim == 1,
-            f"{name}: got strides {tensor.stride()}, want a contiguous last dimension",
-        )
+        check_last_dim(name, getattr(write, name))
     for name in ("k_scale", "v_scale"):
         scale = getattr(write, name)
         require(math.isfinite(scale) and scale, f"{name}: got {scale}, want a finite one, not 0")
