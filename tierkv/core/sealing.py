@@ -222,8 +222,8 @@ class Sealer:
         """
         state, blocks, chain = self._state, self._state.blocks, filled.chain
         slots = blocks.slot[Tier.DEVICE][rows].astype(np.int64)
-        taken = state.index.get(chain.hi, chain.lo, blocks.hash_hi, blocks.hash_lo) >= 0
-        if named and not some(taken):
+        columns = blocks.hash_hi, blocks.hash_lo
+        if named and not some(state.index.get(chain.hi, chain.lo, *columns) >= 0):
             sealed = state.structures.shortcuts.seal(
                 state, rows, parent, chain, filled.sum_hi, filled.sum_lo
             )
