@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tierkv_kernels.cpu.build import build
 
-ROOT = Path(__file__).parents[3]
+from tests.kernels.sanitizers import run_watched
+
 WATCHED = ("-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -25,25 +25,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """In a process that has the sanitizers' runtime from its start."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
-    runtimes = [
-        subprocess.check_output([*compiler, f"-print-file-name=lib{name}.so"], text=True).strip()
-        for name in ("asan", "ubsan")
-    ]
-    return subprocess.run(
-        [sys.executable, "-m", "tests.kernels.cpu.sanitized", *arguments],
-        cwd=ROOT,
-        env=dict(
-            os.environ,
-            PYTHONPATH=os.pathsep.join(sys.path),
-            LD_PRELOAD=":".join(runtimes),
-            ASAN_OPTIONS="detect_leaks=0",
-        ),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_watched(compiler, "tests.kernels.cpu.sanitized", *arguments)
 
 
 def test_nothing_beside_a_tensor_is_touched(library: Path) -> None:
