@@ -46,14 +46,13 @@ class Pinning:
         return sum(piece.nbytes for piece in self._pinned)
 
     async def run(self) -> None:
-        """Pin all there is, once; cancel to stop, then ``close``."""
-        gpu, host, tried = self._gpu, self._host, False
-        while True:
-            if gpu is not None and host is not None and not tried:
-                tried = host.has(0) and self._is_taken()
-                if tried:
-                    await self._pin_all(gpu, host.slots(0))
-            await asyncio.sleep(LOOK_S)
+        """Pin all there is, once, and never end; cancel to stop, then ``close``."""
+        gpu, host = self._gpu, self._host
+        if gpu is not None and host is not None:
+            while not (host.has(0) and self._is_taken()):  # noqa: ASYNC110  # nobody tells
+                await asyncio.sleep(LOOK_S)
+            await self._pin_all(gpu, host.slots(0))
+        await asyncio.Event().wait()
 
     async def _pin_all(self, gpu: Gpu, slots: U8) -> None:
         try:
