@@ -132,7 +132,7 @@ def read_weights(reader: Any, fingerprint: str) -> Llama:
     )
 
 
-def read_tokenizer(reader: Any) -> Tokenizer:
+def read_tokenizer(reader: Any) -> BpeTokenizer:
     """The tokenizer of an open ``gguf.GGUFReader``."""
     fields = (
         reader.fields[f"tokenizer.ggml.{name}"] for name in ("tokens", "merges", "token_type")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 SYSTEM_PROMPT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -57,6 +58,10 @@ class BpeTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids, special tokens left out."""
         return str(self._bpe.decode(list(token_ids)))
+
+    def save(self, path: Path) -> None:
+        """Write it as the ``tokenizer.json`` that other programs load."""
+        self._bpe.save(str(path))
 
 
 class ByteTokenizer:
