@@ -6,12 +6,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import xxhash
 
 from tierkv.core.prefix import extra_digests
-from tierkv.core.spec import KVSpec, slot_stride
+from tierkv.core.spec import BLOCK_BYTES_MAX, KVSpec, slot_stride
 from tierkv.errors import InvalidArgument
 
 SPEC = KVSpec(model="m", layers=2, kv_heads=3, head_dim=64)
+PACKED = KVSpec(model="m", packing="engine-1", packed_bytes=1000)
 OTHER: dict[str, Any] = {
     "model": "n",
     "layers": 3,
@@ -28,6 +30,8 @@ OTHER: dict[str, Any] = {
     "tp_size": 2,
     "pp_rank": 1,
     "pp_size": 2,
+    "packing": "engine-2",
+    "packed_bytes": 1001,
 }
 
 
@@ -47,6 +51,8 @@ OTHER: dict[str, Any] = {
         ("layers", None),
         ("model", 5),
         ("salt", b"bytes"),
+        ("packed_bytes", 1000),
+        ("packing", 1),
     ],
 )
 def test_a_spec_that_cannot_be(field: str, value: Any) -> None:
@@ -54,9 +60,49 @@ def test_a_spec_that_cannot_be(field: str, value: Any) -> None:
         msgspec.structs.replace(SPEC, **{field: value}).check()
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("packed_bytes", 0),
+        ("packed_bytes", -1),
+        ("packed_bytes", BLOCK_BYTES_MAX + 1),
+        ("packed_bytes", 1.5),
+        ("block_tokens", 0),
+        ("layers", -1),
+    ],
+)
+def test_a_packed_spec_that_cannot_be(field: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=f"KVSpec.*{field}"):
+        msgspec.structs.replace(PACKED, **{field: value}).check()
+
+
+def test_a_block_has_a_greatest_size() -> None:
+    with pytest.raises(InvalidArgument, match=r"KVSpec.block_bytes is 4294967296"):
+        KVSpec(model="m", layers=1024, kv_heads=1024, head_dim=32).check()
+
+
 @pytest.mark.parametrize("field", KVSpec.__struct_fields__)
 def test_every_field_separates(field: str) -> None:
-    assert msgspec.structs.replace(SPEC, **{field: OTHER[field]}).digest != SPEC.digest
+    spec = PACKED if field == "packed_bytes" else SPEC
+    assert msgspec.structs.replace(spec, **{field: OTHER[field]}).digest != spec.digest
+
+
+def test_the_digest_of_plain_blocks_says_nothing_of_packing() -> None:
+    """So it is the one that workers computed before there was any."""
+    fields = (
+        '{"block_tokens":16,"dtype":"float32","fingerprint":"","head_dim":64,"kv_heads":3,'
+        '"layers":2,"layout":"NHD","lora":"","model":"m","pp_rank":0,"pp_size":1,"salt":"",'
+        '"tp_rank":0,"tp_size":1,"vocab_size":0}'
+    )
+    assert SPEC.digest == xxhash.xxh3_128_digest(fields.encode())
+
+
+def test_packed_blocks_have_a_size_and_nothing_else() -> None:
+    PACKED.check()
+    msgspec.structs.replace(PACKED, packed_bytes=BLOCK_BYTES_MAX, dtype="fp8_e5m2").check()
+    assert PACKED.block_bytes == 1000
+    with pytest.raises(InvalidArgument, match="packed as 'engine-1'"):
+        _ = PACKED.token_bytes
 
 
 def test_sizes() -> None:

@@ -224,6 +224,28 @@ def test_a_dtype_without_attention(peer: Peer) -> None:
     assert "uint8" in failure.message
 
 
+def test_there_is_no_attention_to_packed_blocks(client, peer: Peer) -> None:
+    spec = KVSpec(model="engine", packing="engine-1", packed_bytes=1000, block_tokens=8)
+    opened = peer.want(m.OpenNamespace(spec, spec.digest), m.NamespaceOpened)
+    peer.want(m.Acquire(opened.namespace, 2, b"", b""), m.Table)
+    peer.want(m.Reserve(2, 0, 16), m.Table)
+    good = msgspec.structs.replace(GOOD, namespace=opened.namespace, sequences=[2])
+    assert "packed as 'engine-1'" in peer.refused(good, "invalid_argument").message
+    ns = client.namespace(spec)
+    with ns.begin([], reserve=16) as sequence:
+        q = torch.zeros(1, Q_HEADS, 32)
+        for call in (
+            lambda: ns.blocks,
+            lambda: ns.k(0),
+            lambda: ns.v(0),
+            lambda: ns.write_kv(0, sequence, 0, q, q),
+            lambda: ns.attention(0, q, [sequence]),
+            lambda: ns.attention(0, q, [sequence], where="daemon"),
+        ):
+            with pytest.raises(InvalidArgument, match="packed as 'engine-1'"):
+                call()
+
+
 def test_the_client_checks_as_well(client) -> None:
     ns = client.namespace(SPEC)
     sequence = filled(ns, 5, seed=7)

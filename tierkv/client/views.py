@@ -135,7 +135,10 @@ class NamespaceViews:
 
     @property
     def blocks(self) -> torch.Tensor:
-        """All slots: [slots, layers, 2, block_tokens, kv_heads, head_dim], in both layouts."""
+        """All slots: [slots, layers, 2, block_tokens, kv_heads, head_dim], in both layouts.
+
+        This, and all below, raises InvalidArgument for blocks that only their engine understands.
+        """
         return self._paged.blocks
 
     def k(self, layer: int) -> torch.Tensor:
@@ -166,6 +169,7 @@ class NamespaceViews:
 
     @cached_property
     def _paged(self) -> PagedPool:
+        self.spec.require_plain()
         from tierkv.client.paged import PagedPool  # torch takes seconds: only who needs it
 
         return PagedPool(self._core)

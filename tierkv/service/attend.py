@@ -154,6 +154,7 @@ class Attention:
         entry = self._planner.state.namespaces.get(message.namespace)
         if spec is None or entry is None:
             raise UnknownNamespace(f"there is no namespace {message.namespace}; open it first")
+        spec.require_plain()
         seq_lens, q_indptr = _u32(message.seq_lens), _u32(message.q_indptr)
         _check_lengths(len(message.sequences), seq_lens, q_indptr)
         _check(0 <= message.layer < spec.layers, f"attend: layer {message.layer} does not exist")
