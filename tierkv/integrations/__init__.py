@@ -1,0 +1,1 @@
+"""Connectors by which inference engines use tierkv: clients of the worker API, and nothing more."""

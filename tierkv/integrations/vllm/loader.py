@@ -1,0 +1,109 @@
+"""Brings blocks from tierkv into the engine's memory, on a thread of its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tierkv.client.sync import Namespace
+from tierkv.errors import TierkvError
+from tierkv.integrations.attachment import LOST, Attachment
+from tierkv.integrations.vllm.logs import log
+from tierkv.integrations.vllm.memory import EngineMemory
+from tierkv.integrations.vllm.messages import Load
+from tierkv.integrations.vllm.stats import ConnectorStats
+
+ATTACH_S = 0.5
+"""How long a load waits for its connection: the scheduler's may be back a moment earlier."""
+
+
+@dataclass
+class LoadResults:
+    """``done``: requests whose loads are over, ``failed``: those of them that lack blocks.
+
+    ``missing``: the engine's ids of these blocks.
+    """
+
+    done: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    missing: set[int] = field(default_factory=set)
+
+
+class Loader:
+    """Loads in the order they were asked for. Every load ends up in ``take``'s results."""
+
+    def __init__(
+        self,
+        attachment: Attachment,
+        memory: EngineMemory,
+        stats: ConnectorStats,
+        count: Callable[[], Any],
+    ) -> None:
+        self._attachment = attachment
+        self._memory = memory
+        self._stats = stats
+        self._counting = count
+        self._asked: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
+        self._change = threading.Condition()
+        self._results = LoadResults()
+        self._open = 0
+        self._thread = threading.Thread(target=self._work, name="tierkv-load", daemon=True)
+        self._thread.start()
+
+    def submit(self, load: Load) -> None:
+        """Start a load; does not wait."""
+        with self._change:
+            self._open += 1
+        self._asked.put(load)
+
+    def take(self, wait_s: float = 0.0) -> LoadResults:
+        """What has ended since the last call; waits up to ``wait_s`` for something that will."""
+        with self._change:
+            self._change.wait_for(lambda: self._results.done or not self._open, wait_s)
+            taken, self._results = self._results, LoadResults()
+            return taken
+
+    def close(self) -> None:
+        """End the thread, after the load that it is at."""
+        self._asked.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (load := self._asked.get()) is not None:
+            loaded = self._load(load)
+            rows = load.rows[loaded:]
+            with self._change:
+                self._open -= 1
+                self._results.done.add(load.request_id)
+                if len(rows):
+                    self._results.failed.add(load.request_id)
+                    self._results.missing.update(rows[rows >= 0].tolist())
+                self._change.notify_all()
+
+    def _load(self, load: Load) -> int:
+        """How many leading blocks of those asked for are in the engine now."""
+        started_s = time.monotonic()
+        namespaces = self._attachment.wait(ATTACH_S)
+        loaded = 0
+        try:
+            if namespaces is not None:
+                loaded = self._copy(namespaces[0], load)
+        except LOST as error:
+            self._attachment.lost(error)
+        except TierkvError as error:
+            log.warning("blocks of request %s are recomputed: %s", load.request_id, error)
+        except Exception:
+            log.exception("blocks of request %s are recomputed", load.request_id)
+        with self._counting():
+            self._stats.add("loaded_blocks", loaded)
+            self._stats.add("loaded_bytes", loaded * self._memory.block_bytes)
+            self._stats.add("load_seconds", time.monotonic() - started_s)
+            self._stats.add("failed_load_blocks", len(load.rows) - loaded)
+        return loaded
+
+    def _copy(self, namespace: Namespace, load: Load) -> int:
+        return self._memory.load(namespace, load.chain, load.first, load.rows)

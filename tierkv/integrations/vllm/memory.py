@@ -1,0 +1,97 @@
+"""Copies between the engine's pages and tierkv, in pieces of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tierkv.client.sync import Namespace
+from tierkv.core.ids import I32, U8
+from tierkv.integrations.vllm.chain import Chain
+from tierkv.integrations.vllm.geometry import Geometry
+from tierkv.integrations.vllm.pages import EnginePages
+
+STAGED_BYTES = 64 << 20
+"""What is copied at once: a memory of this size for loads, and one for saves."""
+
+
+class EngineMemory:
+    """One thread loads and one saves; each has its own staging memory (pinned beside a GPU)."""
+
+    def __init__(self, geometry: Geometry, caches: Mapping[str, torch.Tensor], blocks: int) -> None:
+        self.pages = EnginePages(geometry, caches, blocks)
+        self.block_bytes = self.pages.block_bytes
+        self.staged_blocks = max(1, STAGED_BYTES // self.block_bytes)
+        self._on_gpu = self.pages.device.type == "cuda"
+        self._loading: torch.Tensor | None = None
+        self._saving: torch.Tensor | None = None
+        self._streams: dict[str, Any] = {}
+
+    def mark(self) -> Any:
+        """A point in the device's work, for ``wait``; None where work is done when it is given."""
+        if not self._on_gpu:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch types it not
+        event.record(torch.cuda.current_stream(self.pages.device))
+        return event
+
+    def wait(self, point: Any) -> None:
+        """Return when the device has got to ``point``."""
+        if point is not None:
+            point.synchronize()
+
+    def copy_out(self, rows: I32) -> U8:
+        """The blocks that lie in ``rows`` [n, columns] (u8 [n, bytes]); valid until the next call.
+
+        At most ``staged_blocks``.
+        """
+        if self._saving is None:
+            self._saving = self._staging()
+        staged = self._saving[: len(rows)]
+        with self._stream("save"):
+            self.pages.gather(rows, staged)
+        copied: U8 = staged.numpy()
+        return copied
+
+    def load(self, namespace: Namespace, chain: Chain, first: int, rows: I32) -> int:
+        """Copy blocks of ``chain`` from ``first`` on into ``rows``; how many, from the first on."""
+        if self._loading is None:
+            self._loading = self._staging()
+        with namespace.begin(chain.tokens, keep=0, extra_keys=chain.extra_keys) as sequence:
+            held = min(sequence.cached_tokens // namespace.spec.block_tokens - first, len(rows))
+            for at in range(0, held, self.staged_blocks):
+                piece = rows[at : min(at + self.staged_blocks, held)]
+                staged = self._loading[: len(piece)]
+                sequence.read_blocks(first + at, staged.numpy())
+                with self._stream("load"):
+                    self.pages.scatter(piece, staged)
+        return max(held, 0)
+
+    def _staging(self) -> torch.Tensor:
+        size = (self.staged_blocks, self.block_bytes)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu)
+
+    def _stream(self, name: str) -> _OwnStream:
+        if self._on_gpu and name not in self._streams:
+            stream = torch.cuda.Stream(self.pages.device)  # type: ignore[no-untyped-call]  # so
+            self._streams[name] = stream
+        return _OwnStream(self._streams.get(name))
+
+
+class _OwnStream:
+    """Work on a stream of its own, done when the block ends; on a CPU it is done anyway."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._context: Any = None if stream is None else torch.cuda.stream(stream)
+
+    def __enter__(self) -> None:
+        if self._context is not None:
+            self._context.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        if self._context is not None:
+            self._context.__exit__(*exc)
+            self._stream.synchronize()

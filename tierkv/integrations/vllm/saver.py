@@ -1,0 +1,180 @@
+"""Copies the engine's finished blocks into tierkv, on a thread of its own.
+
+The engine goes on meanwhile, and may free a block and give it to another request before it is
+copied. So before each step the engine says which blocks the step will write into: a save that has
+not copied these yet lets them be, and one that is copying just now is waited for. What was copied
+waits in this process's memory for the daemon, so a slow daemon keeps no block from the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tierkv.client.sync import Namespace
+from tierkv.core.ids import I32
+from tierkv.errors import PoolExhausted, TierkvError
+from tierkv.integrations.attachment import LOST, Attachment
+from tierkv.integrations.vllm.geometry import GONE
+from tierkv.integrations.vllm.logs import log
+from tierkv.integrations.vllm.memory import EngineMemory
+from tierkv.integrations.vllm.messages import Save
+from tierkv.integrations.vllm.stats import ConnectorStats
+
+QUEUED_MAX = 4096
+"""Saves that wait; more only pile up when the daemon is much slower than the engine."""
+
+
+class Saver:
+    """Saves in the order they were asked for. Every save ends up in ``take``'s results."""
+
+    def __init__(
+        self,
+        attachment: Attachment,
+        memory: EngineMemory,
+        stats: ConnectorStats,
+        count: Callable[[], Any],
+    ) -> None:
+        self._attachment = attachment
+        self._memory = memory
+        self._stats = stats
+        self._counting = count
+        self._change = threading.Condition()
+        self._queued: deque[tuple[Save, Any]] = deque()
+        self._current: I32 | None = None
+        self._copying: I32 | None = None
+        self._ended: dict[int, int] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="tierkv-save", daemon=True)
+        self._thread.start()
+
+    def submit(self, save: Save) -> None:
+        """Store blocks that the work given to the device so far has computed; does not wait."""
+        ready = self._memory.mark()
+        with self._change:
+            while len(self._queued) >= QUEUED_MAX:
+                dropped, _ = self._queued.popleft()
+                self._end(dropped, 0)
+            self._queued.append((save, ready))
+            self._change.notify_all()
+
+    def let_be(self, written: list[int]) -> None:
+        """Return when no save will read these blocks any more: the engine writes into them."""
+        with self._change:
+            if self._current is None and not self._queued:
+                return
+            ids = np.asarray(written, np.int32)
+            for save, _ in self._queued:
+                save.rows[np.isin(save.rows, ids)] = GONE
+            if self._current is not None:
+                self._current[np.isin(self._current, ids)] = GONE
+            self._change.wait_for(
+                lambda: self._copying is None or not np.isin(self._copying, ids).any()
+            )
+
+    def take(self) -> dict[int, int]:
+        """Saves that have ended since the last call, and how many leading blocks are stored."""
+        with self._change:
+            taken, self._ended = self._ended, {}
+            return taken
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until all that was asked for is stored, or the time is up."""
+        with self._change:
+            self._change.wait_for(lambda: not self._queued and self._current is None, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread, after what was asked for if there is time for that."""
+        self.settle(timeout_s)
+        with self._change:
+            self._closed = True
+            self._queued.clear()
+            self._change.notify_all()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._queued or self._closed)
+                if not self._queued:
+                    return
+                save, ready = self._queued.popleft()
+                self._current = save.rows
+            stored = self._save(save, ready)
+            with self._change:
+                self._current = None
+                self._end(save, stored)
+                self._change.notify_all()
+
+    def _end(self, save: Save, stored: int) -> None:
+        self._ended[save.number] = stored
+
+    def _save(self, save: Save, ready: Any) -> int:
+        """How many leading blocks of the chain tierkv has now."""
+        started_s = time.monotonic()
+        progress = _Progress()
+        namespaces = self._attachment.namespaces
+        try:
+            if namespaces is not None:
+                self._memory.wait(ready)
+                self._store(namespaces[0], save, progress)
+        except LOST as error:
+            self._attachment.lost(error)
+        except PoolExhausted as error:
+            log.debug("%d blocks are not saved: %s", len(save.rows), error)
+        except TierkvError as error:
+            log.warning("%d blocks are not saved: %s", len(save.rows), error)
+        except Exception:
+            log.exception("%d blocks are not saved", len(save.rows))
+        with self._counting():
+            self._stats.add("known_blocks", progress.known)
+            self._stats.add("saved_blocks", progress.stored)
+            self._stats.add("saved_bytes", progress.stored * self._memory.block_bytes)
+            self._stats.add("save_seconds", time.monotonic() - started_s)
+            self._stats.add(
+                "dropped_save_blocks", len(save.rows) - progress.known - progress.stored
+            )
+        return progress.known + progress.stored
+
+    def _store(self, namespace: Namespace, save: Save, progress: _Progress) -> None:
+        chain, keys = save.chain, save.chain.extra_keys
+        block_tokens = namespace.spec.block_tokens
+        found = namespace.lookup(chain.tokens, keep=0, extra_keys=keys)
+        progress.known = found.tokens // block_tokens
+        at, end = progress.known, len(save.rows)
+        while at < end:
+            copied = self._copy_out(save.rows[at : at + self._memory.staged_blocks])
+            if not len(copied):
+                return
+            piece = chain.first(at + len(copied), block_tokens)
+            stored = namespace.write(piece.tokens, copied, first=at, extra_keys=piece.extra_keys)
+            progress.stored += stored
+            if stored < len(copied):
+                return
+            at += stored
+
+    def _copy_out(self, rows: I32) -> Any:
+        """The leading blocks that the engine still has (u8 [blocks, bytes])."""
+        with self._change:
+            gone = np.flatnonzero((rows < 0).any(axis=1))
+            held = rows[: gone[0]] if len(gone) else rows
+            self._copying = held.copy()
+        try:
+            return self._memory.copy_out(self._copying)
+        finally:
+            with self._change:
+                self._copying = None
+                self._change.notify_all()
+
+
+class _Progress:
+    """Blocks of a save that tierkv had, and that it has got."""
+
+    def __init__(self) -> None:
+        self.known = 0
+        self.stored = 0

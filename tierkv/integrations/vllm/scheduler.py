@@ -1,0 +1,270 @@
+"""The connector's side in the engine's scheduler: what to load, what to save."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tierkv.client.sync import Namespace
+from tierkv.core.spec import KVSpec
+from tierkv.errors import InvalidArgument, TierkvError
+from tierkv.integrations.attachment import LOST, Attachment
+from tierkv.integrations.vllm.attaching import attachment
+from tierkv.integrations.vllm.chain import Chain, ChainOf, ExtraKeysOf
+from tierkv.integrations.vllm.events import StoredEvents
+from tierkv.integrations.vllm.geometry import Geometry
+from tierkv.integrations.vllm.identity import adapter_fingerprint
+from tierkv.integrations.vllm.logs import log
+from tierkv.integrations.vllm.messages import Load, Save, Saved, Step
+from tierkv.integrations.vllm.settings import Settings
+from tierkv.integrations.vllm.stats import ConnectorStats
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+FOUND_S = 0.5
+"""How long an answer is good: a request that waits for room is asked about again each step."""
+
+
+class Hit(NamedTuple):
+    """What tierkv has of a prompt of ``num_tokens``: leading blocks in all, and those on disk."""
+
+    num_tokens: int
+    blocks: int
+    on_disk: int
+    asked_s: float
+
+
+@dataclass
+class Tracked:
+    """A request of the engine. ``noted``: leading blocks that need not be saved any more.
+
+    ``computed``: tokens that the engine had itself when it asked for more.
+    """
+
+    request: Request
+    chain: ChainOf | None
+    saves: bool
+    noted: int = 0
+    computed: int = 0
+    hit: Hit | None = None
+
+
+class SchedulerSide:
+    """One for each engine. Never waits longer than ``lookup_timeout_s`` for the daemon."""
+
+    def __init__(
+        self, caches: KVCacheConfig, settings: Settings, extra_keys: ExtraKeysOf, events: bool
+    ) -> None:
+        self._caches = caches
+        self._settings = settings
+        self._extra_keys = extra_keys
+        self._geometry = Geometry.of(caches)
+        self._attachment: Attachment | None = None
+        self._workers = 1
+        self._requests: dict[str, Tracked] = {}
+        self._loads: list[Load] = []
+        self._numbers = itertools.count(1)
+        self._adapters: dict[tuple[int, str], str | None] = {}
+        self._generation = b""
+        self._stats = ConnectorStats()
+        self._events = StoredEvents(self._geometry, caches) if events else None
+
+    def attach(self, specs: Sequence[KVSpec]) -> None:
+        """Look up blocks under what the workers say they are: one spec for each."""
+        self.close()
+        self._workers = len(specs)
+        timeout_s = self._settings.lookup_timeout_s
+        self._attachment = attachment(self._settings, specs, "lookup", timeout_s)
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._attachment is not None:
+            self._attachment.close()
+            self._attachment = None
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def match(self, request: Request, computed: int) -> int:
+        """Tokens behind the first ``computed`` ones that can be loaded."""
+        tracked = self._track(request)
+        size = self._geometry.block_tokens
+        usable = (request.num_tokens - 1) // size
+        if computed % size or usable <= computed // size or not self._reads(tracked):
+            return 0
+        hit = self._look_up(tracked, usable, computed)
+        tracked.computed = computed
+        return max(hit.blocks * size - computed, 0)
+
+    def allocated(self, request: Request, tables: Sequence[Sequence[int]], tokens: int) -> None:
+        """The engine has made room for ``tokens`` that are to be loaded."""
+        tracked = self._requests.get(request.request_id)
+        if not tokens or tracked is None or tracked.chain is None:
+            return
+        size = self._geometry.block_tokens
+        first, stop = tracked.computed // size, (tracked.computed + tokens) // size
+        rows = self._geometry.rows(self._own(tables), first, stop)
+        self._loads.append(Load(request.request_id, tracked.chain.first(stop), first, rows))
+        tracked.noted = max(tracked.noted, stop)
+        with_hit = tracked.hit
+        tracked.hit = None if with_hit is None else with_hit._replace(asked_s=0.0)
+        self._stats.add("hit_tokens", tokens)
+
+    def sources(self, request: Request, tokens: int) -> tuple[int, int]:
+        """Of ``tokens`` that are loaded: how many come from memory, and from disk."""
+        tracked = self._requests.get(request.request_id)
+        hit = None if tracked is None else tracked.hit
+        on_disk = 0 if hit is None else min(hit.on_disk * self._geometry.block_tokens, tokens)
+        return tokens - on_disk, on_disk
+
+    def finished(self, request: Request) -> None:
+        """The engine has done with it."""
+        self._requests.pop(request.request_id, None)
+
+    def step(self, output: SchedulerOutput) -> Step:
+        """The work of a step that is about to run."""
+        step = Step(loads=self._loads, idle=not output.total_num_scheduled_tokens)
+        self._loads = []
+        for load in step.loads:
+            step.written += load.rows[load.rows >= 0].tolist()
+        tables_of = output.kv_connector_block_state.get_block_ids
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            tables = self._own(tables_of(request_id))
+            tracked = self._requests.get(request_id)
+            if tracked is None:  # not ours to say what it writes into
+                step.written += self._geometry.written(tables, 0)
+                continue
+            computed = tracked.request.num_computed_tokens
+            step.written += self._geometry.written(tables, computed)
+            save = self._save(tracked, tables, computed + tokens)
+            if save is not None:
+                step.saves.append(save)
+        return step
+
+    def saved(self, report: Saved) -> None:
+        """Saves have ended, some of them at all workers."""
+        if self._events is not None:
+            self._events.ended(report, self._workers)
+
+    def take_events(self) -> Iterable[Any]:
+        """Blocks that tierkv has since the last call, as vLLM's events."""
+        return self._events.take() if self._events is not None else ()
+
+    def take_stats(self) -> ConnectorStats | None:
+        """What was counted since the last call."""
+        return None if self._stats.is_empty() else self._stats.take()
+
+    def forget(self) -> None:
+        """Use nothing that is stored now: the engine's weights may change under it.
+
+        What it stores from now on only this engine can find, as long as it runs.
+        """
+        self._generation = secrets.token_bytes(16)
+        for tracked in self._requests.values():
+            tracked.chain = None
+
+    # --- how --------------------------------------------------------------------------------------
+
+    def _track(self, request: Request) -> Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            owner = self._owner(request)
+            asked: Mapping[str, Any] = request.kv_transfer_params or {}
+            chain = None
+            if owner is not None:
+                size = self._geometry.block_tokens
+                chain = ChainOf(request, size, owner, self._extra_keys)
+            saves = self._settings.save and asked.get("tierkv.save", True)
+            tracked = Tracked(request, chain, bool(saves))
+            self._requests[request.request_id] = tracked
+        return tracked
+
+    def _owner(self, request: Request) -> tuple[Any, ...] | None:
+        """What its whole chain depends on; None if that cannot be told."""
+        owner: list[Any] = [("generation", self._generation)] if self._generation else []
+        adapter = request.lora_request
+        if adapter is not None:
+            fingerprint = self._adapter(adapter)
+            if fingerprint is None:
+                return None
+            owner.append(("adapter", fingerprint))
+        return tuple(owner)
+
+    def _adapter(self, adapter: Any) -> str | None:
+        key = (adapter.lora_int_id, adapter.lora_path)
+        if key not in self._adapters or adapter.load_inplace:
+            try:
+                self._adapters[key] = adapter_fingerprint(adapter.lora_path)
+            except InvalidArgument as error:
+                log.warning("requests of LoRA %s bypass it: %s", adapter.lora_name, error)
+                self._adapters[key] = None
+        return self._adapters[key]
+
+    def _reads(self, tracked: Tracked) -> bool:
+        asked: Mapping[str, Any] = tracked.request.kv_transfer_params or {}
+        skips = tracked.request.skip_reading_prefix_cache or not asked.get("tierkv.read", True)
+        return tracked.chain is not None and not skips
+
+    def _look_up(self, tracked: Tracked, usable: int, computed: int) -> Hit:
+        request, hit = tracked.request, tracked.hit
+        now_s = time.monotonic()
+        if hit and hit.num_tokens == request.num_tokens and now_s - hit.asked_s < FOUND_S:
+            return hit
+        tracked.hit = hit = Hit(request.num_tokens, *self._find(tracked, usable), now_s)
+        self._stats.add("lookups")
+        self._stats.add("lookup_tokens", request.num_tokens - computed)
+        return hit
+
+    def _find(self, tracked: Tracked, usable: int) -> tuple[int, int]:
+        """Leading blocks that all workers' namespaces have, and how many of them are on disk."""
+        namespaces = self._attachment.namespaces if self._attachment is not None else None
+        if namespaces is None or tracked.chain is None:
+            return 0, 0
+        chain, on_disk = tracked.chain.first(usable), 0
+        try:
+            for namespace in namespaces:
+                chain, disk = self._find_in(namespace, chain)
+                on_disk = max(on_disk, disk)
+        except LOST as error:
+            if self._attachment is not None:
+                self._attachment.lost(error)
+            self._stats.add("failed_lookups")
+            return 0, 0
+        except TierkvError as error:
+            log.warning("request %s finds nothing: %s", tracked.request.request_id, error)
+            self._stats.add("failed_lookups")
+            return 0, 0
+        return len(chain.tokens) // self._geometry.block_tokens, on_disk
+
+    def _find_in(self, namespace: Namespace, chain: Chain) -> tuple[Chain, int]:
+        found = namespace.lookup(chain.tokens, keep=0, extra_keys=chain.extra_keys, prefetch=True)
+        size = self._geometry.block_tokens
+        return chain.first(found.tokens // size, size), found.disk
+
+    def _save(
+        self, tracked: Tracked, tables: Sequence[Sequence[int]], computed: int
+    ) -> Save | None:
+        request = tracked.request
+        if tracked.chain is None or not tracked.saves:
+            return None
+        known = request.num_tokens if self._settings.save_output else request.num_prompt_tokens
+        full = min(computed, known) // self._geometry.block_tokens
+        if full <= tracked.noted:
+            return None
+        first, tracked.noted = tracked.noted, full
+        save = Save(
+            next(self._numbers), tracked.chain.first(full), self._geometry.rows(tables, 0, full)
+        )
+        if self._events is not None:
+            self._events.expect(save.number, request, first, full)
+        return save
+
+    def _own(self, tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        selected: Sequence[Sequence[int]] = self._caches.select_transfer_block_ids(tables)
+        return selected

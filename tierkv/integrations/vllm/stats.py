@@ -1,0 +1,101 @@
+"""What the connector counts, for vLLM's log and its Prometheus metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+METRIC_PREFIX = "vllm:tierkv_"
+
+
+class Counted(NamedTuple):
+    """A counter: its name without prefix and ``_total``, and what it counts."""
+
+    name: str
+    help: str
+
+
+COUNTERS = (
+    Counted("lookups", "Requests whose prefix was looked up in tierkv."),
+    Counted("lookup_tokens", "Prompt tokens of these that the engine itself did not have."),
+    Counted("hit_tokens", "Of these, tokens whose KV tierkv had."),
+    Counted("failed_lookups", "Lookups that the daemon did not answer (in time): misses."),
+    Counted("loaded_blocks", "Blocks copied from tierkv into the engine."),
+    Counted("loaded_bytes", "Their bytes."),
+    Counted("load_seconds", "Time spent on that, in the background."),
+    Counted("failed_load_blocks", "Blocks that could not be loaded: recomputed."),
+    Counted("saved_blocks", "Blocks copied from the engine into tierkv."),
+    Counted("saved_bytes", "Their bytes."),
+    Counted("save_seconds", "Time spent on that, in the background."),
+    Counted("known_blocks", "Blocks that tierkv had already when they were to be saved."),
+    Counted("dropped_save_blocks", "Blocks that were not saved: no daemon, no room, or too late."),
+)
+
+_NAMES = frozenset(counted.name for counted in COUNTERS)
+
+
+@dataclass
+class ConnectorStats(KVConnectorStats):
+    """Counts since the last report: ``data`` has those that are not 0, by name."""
+
+    def reset(self) -> None:
+        """Count from 0."""
+        self.data: dict[str, Any] = {}
+
+    def add(self, name: str, value: float = 1) -> None:
+        """Count. Raises KeyError for a name that is not in ``COUNTERS``."""
+        if name not in _NAMES:
+            raise KeyError(name)
+        if value:
+            self.data[name] = self.data.get(name, 0) + value
+
+    def take(self) -> ConnectorStats:
+        """The counts so far; counts from 0 again."""
+        taken, self.data = ConnectorStats(self.data), {}
+        return taken
+
+    def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
+        """The sum of both, in this one."""
+        for name, value in other.data.items():
+            self.add(name, value)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's log line."""
+        return {name: round(value, 3) for name, value in self.data.items()}
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+
+class ConnectorPromMetrics(KVConnectorPromMetrics):
+    """The counts as Prometheus counters, ``vllm:tierkv_<name>_total``."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            counted.name: self._counter_cls(
+                name=f"{METRIC_PREFIX}{counted.name}_total",
+                documentation=counted.help,
+                labelnames=labelnames,
+            )
+            for counted in COUNTERS
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Count what a step reports."""
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, value in transfer_stats_data.items():
+            self._counters[name].labels(*labels).inc(value)
