@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -53,7 +54,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> TierKVConnector:
         """Refuse a vLLM that this connector does not fit, by name of what is different."""
-        require_fit(cls, KVConnectorBase_V1, SupportsHMA)
+        require_fit(cls, (KVConnectorBase_V1, SupportsHMA), str(vllm.__version__))
         new: TierKVConnector = super().__new__(cls)
         return new
 
@@ -172,9 +173,13 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._schedules.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        report = connector_output.kv_connector_worker_meta
-        if isinstance(report, Saved):
-            self._schedules.saved(report)
+        output = connector_output
+        if output.finished_recving:
+            self._schedules.loaded(
+                output.finished_recving, output.invalid_block_ids, output.failed_recving
+            )
+        if isinstance(output.kv_connector_worker_meta, Saved):
+            self._schedules.saved(output.kv_connector_worker_meta)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

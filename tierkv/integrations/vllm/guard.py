@@ -7,7 +7,7 @@ the connector expects must be an error at start that names it, not a wrong resul
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tierkv.errors import VersionMismatch
@@ -15,12 +15,12 @@ from tierkv.errors import VersionMismatch
 KNOWN_VERSIONS = "0.32 and 0.33"
 
 
-def require_fit(connector: type, *bases: type) -> None:
+def require_fit(connector: type, bases: Sequence[type], version: str) -> None:
     """Raise VersionMismatch, naming all that does not fit, unless ``connector`` fits ``bases``.
 
-    Every public method that the connector defines and a base has must take what the base's takes;
-    every abstract method of a base must be there; and every method the connector defines for vLLM
-    must be one that vLLM has.
+    Every method of it that a base has, too, must take what the base's takes; every abstract method
+    of a base must be there; and every public method must be one that a base has, or one of the
+    connector's ``OPTIONAL`` ones. ``version``: of the vLLM that ``bases`` are from.
     """
     faults = [fault for base in bases for fault in _missing(connector, base)]
     for name, own in sorted(_public_methods(connector).items()):
@@ -31,9 +31,9 @@ def require_fit(connector: type, *bases: type) -> None:
             faults.append(f"{name}() is not called by this vLLM")
     if faults:
         raise VersionMismatch(
-            f"tierkv's connector knows vLLM {KNOWN_VERSIONS}, and vLLM {_version()} differs: "
+            f"tierkv's connector knows vLLM {KNOWN_VERSIONS}, and vLLM {version} differs: "
             f"{'; '.join(faults)}. Install a version of vLLM or of tierkv that fits",
-            theirs=_version(),
+            theirs=version,
         )
 
 
@@ -70,9 +70,3 @@ def _differences(name: str, own: Callable[..., Any], theirs: Callable[..., Any])
     if wants_keywords and not keywords:
         faults.append(f"{name}() is called with more keywords")
     return faults
-
-
-def _version() -> str:
-    import vllm
-
-    return str(getattr(vllm, "__version__", "of an unknown version"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,17 +43,20 @@ class Hit(NamedTuple):
 
 @dataclass
 class Tracked:
-    """A request of the engine. ``noted``: leading blocks that need not be saved any more.
+    """A request of the engine. ``chain``: None if it cannot be told what its KV depends on.
 
-    ``computed``: tokens that the engine had itself when it asked for more.
+    ``noted``: leading blocks that need not be saved any more. ``computed``: tokens that the engine
+    had itself when it asked for more. ``loading``: its ids of the blocks that are being loaded.
     """
 
     request: Request
     chain: ChainOf | None
+    reads: bool
     saves: bool
     noted: int = 0
     computed: int = 0
     hit: Hit | None = None
+    loading: frozenset[int] = frozenset()
 
 
 class SchedulerSide:
@@ -96,7 +99,7 @@ class SchedulerSide:
         tracked = self._track(request)
         size = self._geometry.block_tokens
         usable = (request.num_tokens - 1) // size
-        if computed % size or usable <= computed // size or not self._reads(tracked):
+        if computed % size or usable <= computed // size or not tracked.reads:
             return 0
         hit = self._look_up(tracked, usable, computed)
         tracked.computed = computed
@@ -112,8 +115,7 @@ class SchedulerSide:
         rows = self._geometry.rows(self._own(tables), first, stop)
         self._loads.append(Load(request.request_id, tracked.chain.first(stop), first, rows))
         tracked.noted = max(tracked.noted, stop)
-        with_hit = tracked.hit
-        tracked.hit = None if with_hit is None else with_hit._replace(asked_s=0.0)
+        tracked.loading = frozenset(rows[rows >= 0].tolist())
         self._stats.add("hit_tokens", tokens)
 
     def sources(self, request: Request, tokens: int) -> tuple[int, int]:
@@ -146,6 +148,19 @@ class SchedulerSide:
             if save is not None:
                 step.saves.append(save)
         return step
+
+    def loaded(self, requests: Iterable[str], missing: Set[int], failed: Set[str]) -> None:
+        """Loads have ended; ``missing`` blocks, or those of ``failed`` requests, did not come.
+
+        Such a request looks for nothing more: it would find the same.
+        """
+        for request_id in requests:
+            tracked = self._requests.get(request_id)
+            if tracked is None:
+                continue
+            if request_id in failed or tracked.loading & missing:
+                tracked.reads, tracked.noted = False, 0
+            tracked.loading, tracked.hit = frozenset(), None
 
     def saved(self, report: Saved) -> None:
         """Saves have ended, some of them at all workers."""
@@ -180,8 +195,9 @@ class SchedulerSide:
             if owner is not None:
                 size = self._geometry.block_tokens
                 chain = ChainOf(request, size, owner, self._extra_keys)
-            saves = self._settings.save and asked.get("tierkv.save", True)
-            tracked = Tracked(request, chain, bool(saves))
+            reads = asked.get("tierkv.read", True) and not request.skip_reading_prefix_cache
+            saves = asked.get("tierkv.save", True) and self._settings.save
+            tracked = Tracked(request, chain, bool(reads), bool(saves))
             self._requests[request.request_id] = tracked
         return tracked
 
@@ -205,11 +221,6 @@ class SchedulerSide:
                 log.warning("requests of LoRA %s bypass it: %s", adapter.lora_name, error)
                 self._adapters[key] = None
         return self._adapters[key]
-
-    def _reads(self, tracked: Tracked) -> bool:
-        asked: Mapping[str, Any] = tracked.request.kv_transfer_params or {}
-        skips = tracked.request.skip_reading_prefix_cache or not asked.get("tierkv.read", True)
-        return tracked.chain is not None and not skips
 
     def _look_up(self, tracked: Tracked, usable: int, computed: int) -> Hit:
         request, hit = tracked.request, tracked.hit
