@@ -10,15 +10,17 @@ if TYPE_CHECKING:
     from tierkv.client.sync import Client, connect
     from tierkv.core.spec import KVSpec
     from tierkv.manager import KVCacheManager
+    from tierkv.native.pages import Pages
 
 __version__ = "0.1.0"
-__all__ = ["Client", "KVCacheManager", "KVSpec", "aio", "connect"]
+__all__ = ["Client", "KVCacheManager", "KVSpec", "Pages", "aio", "connect"]
 
 _HOME = {
     "Client": ("tierkv.client.sync", "Client"),
     "connect": ("tierkv.client.sync", "connect"),
     "KVCacheManager": ("tierkv.manager", "KVCacheManager"),
     "KVSpec": ("tierkv.core.spec", "KVSpec"),
+    "Pages": ("tierkv.native.pages", "Pages"),
     "aio": ("tierkv.client.aio", None),
 }
 

@@ -270,7 +270,7 @@ class FakeDaemon:
                 checksum = xxhash.xxh3_128_digest(payload.tobytes())
                 assert checksum == message.checksums[16 * i : 16 * i + 16]
                 self.cached[name] = slot
-                self.show(held, spec, at, message, i)
+                self.show(spec, slot, held.slots[at - 1] if at else None, message, i, i)
             elif existing != slot:
                 self.hold([existing])
                 self.drop([slot])
@@ -297,6 +297,8 @@ class FakeDaemon:
             payload = self.pool(spec)[slot, : spec.block_bytes].tobytes()
             assert xxhash.xxh3_128_digest(payload) == message.checksums[16 * i :][:16]
             self.cached[name] = slot
+            before = self.cached[message.hashes[16 * (first + i - 1) :][:16]] if first + i else None
+            self.show(spec, slot, before, message, first + i, i)
         del lease.sequences[message.stock]
         self.drop([slot for slot in held.slots if slot not in left[: message.room_blocks]])
         new = Held(message.namespace, left[: message.room_blocks])
@@ -305,27 +307,38 @@ class FakeDaemon:
         lease.sequences[message.new_stock] = new
         return m.Stored(count, blob(new.slots))
 
-    def show(self, held: Held, spec: KVSpec, at: int, message: m.Seal, i: int) -> None:
-        """Block ``at`` of a sequence is the message's i-th: let workers find it."""
+    def show(
+        self,
+        spec: KVSpec,
+        slot: int,
+        before: int | None,
+        message: m.Seal | m.Store,
+        at: int,
+        i: int,
+    ) -> None:
+        """Let workers find the block in this slot, behind that in the slot ``before``.
+
+        It is the message's number ``at`` by name and number ``i`` by checksum.
+        """
         size = spec.block_tokens
         table = np.frombuffer(self.table_map, entry_dtype(size), SLOTS)
-        slots = np.array([held.slots[at]])
-        hi, lo = split_hashes(message.hashes[16 * i : 16 * i + 16])
+        hi, lo = split_hashes(message.hashes[16 * at : 16 * at + 16])
         sum_hi, sum_lo = split_hashes(message.checksums[16 * i : 16 * i + 16])
         write_entries(
             table,
-            slots,
-            ids=np.array([held.slots[at] + 1], np.uint64),
-            parents=np.array([held.slots[at - 1] + 1 if at else 0], np.uint64),
+            np.array([slot]),
+            ids=np.array([slot + 1], np.uint64),
+            parents=np.array([0 if before is None else before + 1], np.uint64),
             hash_hi=hi,
             hash_lo=lo,
             sum_hi=sum_hi,
             sum_lo=sum_lo,
-            tokens=np.frombuffer(message.tokens, "<u4").reshape(-1, size)[i : i + 1],
+            tokens=np.frombuffer(message.tokens, "<u4").reshape(-1, size)[at : at + 1],
             length=spec.block_bytes,
             digest=spec.digest,
+            extra=np.frombuffer(message.extras, "<u8")[at] if message.extras else 0,
         )
-        enter(self.places.reshape(-1, PLACES), self.where, slots, lo)
+        enter(self.places.reshape(-1, PLACES), self.where, np.array([slot]), lo)
 
     def truncate(self, lease, message, connection) -> m.Table:
         held = self.find(lease, message.sequence)

@@ -27,6 +27,7 @@ from tierkv.client.views import NamespaceViews, SequenceViews, Where
 from tierkv.core.ids import U8
 from tierkv.core.spec import KVSpec
 from tierkv.errors import InvalidArgument, NotReady, ProtocolError, TierkvError, Unavailable
+from tierkv.native.pages import Pages, Rows
 from tierkv.rpc.messages import Attend, Done, Failure, Reply, Request
 from tierkv.rpc.wire import FrameDecoder, decode_reply, encode, unknown_reply
 
@@ -491,12 +492,30 @@ class Namespace(NamespaceViews):
         self, token_ids: TokenIds, out: U8, *, extra_keys: ExtraKeys | None = None
     ) -> int:
         """Copy the leading cached blocks into ``out``. See the blocking client."""
+        return await self._read(token_ids, self._core.rows_to_fill(out), 0, extra_keys)
+
+    async def read_pages(
+        self,
+        token_ids: TokenIds,
+        pages: Pages,
+        ids: Any,
+        *,
+        first: int = 0,
+        extra_keys: ExtraKeys | None = None,
+    ) -> int:
+        """Copy cached blocks into an engine's pages. See the blocking client."""
+        rows = self._core.paged(pages, ids, writable=True)
+        return await self._read(token_ids, rows, first, extra_keys)
+
+    async def _read(
+        self, token_ids: TokenIds, rows: Rows, first: int, extra_keys: ExtraKeys | None
+    ) -> int:
         self._client._check_open()
-        reading = self._core.read_here(token_ids, out, extra_keys)
+        reading = self._core.read_here(token_ids, rows, extra_keys, first)
         copied = reading.copied
         if not reading.done:
             try:
-                copied = await self._client._run(self._core.read_on(reading, out, extra_keys))
+                copied = await self._client._run(self._core.read_on(reading, extra_keys))
             finally:
                 await self._client._release_orphans()
         if self._core.uses.due:
@@ -515,8 +534,24 @@ class Namespace(NamespaceViews):
 
         The copy is made on the event loop: write a long prompt in pieces.
         """
+        return await self._write(self._core.write(token_ids, data, first, extra_keys))
+
+    async def write_pages(
+        self,
+        token_ids: TokenIds,
+        pages: Pages,
+        ids: Any,
+        *,
+        first: int = 0,
+        extra_keys: ExtraKeys | None = None,
+    ) -> int:
+        """``write`` out of an engine's pages, part by part. See the blocking client."""
+        rows = self._core.paged(pages, ids, writable=False)
+        return await self._write(self._core.write_pages(token_ids, rows, first, extra_keys))
+
+    async def _write(self, steps: Steps[int]) -> int:
         try:
-            return await self._client._run(self._core.write(token_ids, data, first, extra_keys))
+            return await self._client._run(steps)
         finally:
             await self._client._release_orphans()
 

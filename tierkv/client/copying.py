@@ -10,6 +10,7 @@ import numpy.typing as npt
 from tierkv.core.ids import U8, Bool
 from tierkv.core.prefix import HASH_BYTES
 from tierkv.errors import InvalidArgument
+from tierkv.native.pages import PagedBlocks, Pages
 
 I32 = npt.NDArray[np.int32]
 NO_SLOT = -1
@@ -53,6 +54,50 @@ def _flat(name: str, data: Any) -> U8:
             f"{name} is {type(data).__name__}, which has no bytes to share ({error}); of a torch "
             "tensor pass tensor.view(torch.uint8).numpy()"
         ) from error
+
+
+def paged_blocks(pages: Any, ids: Any, block_bytes: int, *, writable: bool = False) -> PagedBlocks:
+    """The blocks ``ids`` of ``pages``: integers [n], each the number of a block there.
+
+    Raises InvalidArgument if the pages of a block are not ``block_bytes`` long together, an id is
+    none of a block, or, ``writable``, blocks cannot be copied there or two would lie in one place.
+    """
+    if not isinstance(pages, Pages):
+        raise InvalidArgument(f"pages is {_kind(pages)}; make a tierkv.Pages of the arrays")
+    if pages.block_bytes != block_bytes:
+        raise InvalidArgument(
+            f"the pages of a block have {pages.block_bytes} bytes together; blocks of this "
+            f"namespace have {block_bytes}"
+        )
+    if writable and not pages.writable:
+        raise InvalidArgument("pages are read-only; blocks are copied into them")
+    numbers = np.asarray(ids)
+    if numbers.ndim != 1 or (numbers.dtype.kind not in "iu" and numbers.size):
+        raise InvalidArgument(
+            f"ids is {numbers.dtype} {list(numbers.shape)}; it must be integers [blocks]"
+        )
+    outside = (numbers < 0) | (numbers >= len(pages))
+    if outside.any():
+        n = int(outside.argmax())
+        raise InvalidArgument(f"ids[{n}] is {numbers[n]}; pages have blocks 0 to {len(pages) - 1}")
+    if writable:
+        _check_distinct(numbers)
+    return PagedBlocks(pages, numbers.astype(np.uint32))
+
+
+def _check_distinct(ids: npt.NDArray[Any]) -> None:
+    order = np.argsort(ids, kind="stable")
+    same = ids[order[1:]] == ids[order[:-1]]
+    if same.any():
+        n = int(same.argmax())
+        raise InvalidArgument(
+            f"ids[{order[n]}] and ids[{order[n + 1]}] are both {ids[order[n]]}; one would be "
+            "copied over the other"
+        )
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
 
 
 class WrittenSums:

@@ -8,16 +8,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from tierkv.core.ids import U8
-from tierkv.errors import Unavailable
+from tierkv.errors import InvalidArgument, Unavailable
 from tierkv.gpu import GpuRows
 from tierkv.native.loops import Loops, Slots
+from tierkv.native.pages import PagedBlocks, Rows
 
 PIECE_BYTES = 16 << 20
 """Blocks of a GPU that are hashed pass through so much host memory."""
 
 
 class PoolMemory(Protocol):
-    """Slots of blocks of one size. ``len`` says how many; rows are u8 [n, block_bytes].
+    """Slots of blocks of one size. ``len`` says how many; rows are u8 [n, block_bytes], or pages.
 
     ``kept``: what others have made of the view; it goes with this.
     """
@@ -31,11 +32,11 @@ class PoolMemory(Protocol):
 
     def __len__(self) -> int: ...
 
-    def copy_in(self, slots: Slots, rows: U8) -> U8:
+    def copy_in(self, slots: Slots, rows: Rows) -> U8:
         """Copy rows into slots; their checksums, u8 [n, 16]."""
         ...
 
-    def copy_out(self, slots: Slots, rows: U8) -> None:
+    def copy_out(self, slots: Slots, rows: Rows) -> None:
         """Copy slots into rows."""
 
     def checksums(self, slots: Slots) -> U8:
@@ -67,11 +68,11 @@ class HostPool:
     def __len__(self) -> int:
         return len(self._view)
 
-    def copy_in(self, slots: Slots, rows: U8) -> U8:
+    def copy_in(self, slots: Slots, rows: Rows) -> U8:
         """See PoolMemory."""
         return self._loops.copy_in(self.payload, slots, rows)
 
-    def copy_out(self, slots: Slots, rows: U8) -> None:
+    def copy_out(self, slots: Slots, rows: Rows) -> None:
         """See PoolMemory."""
         self._loops.copy_out(self.payload, slots, rows)
 
@@ -103,15 +104,15 @@ class GpuPool:
     def __len__(self) -> int:
         return len(self._view)
 
-    def copy_in(self, slots: Slots, rows: U8) -> U8:
+    def copy_in(self, slots: Slots, rows: Rows) -> U8:
         """See PoolMemory."""
-        here = np.arange(len(rows))
+        rows, here = in_one_piece(rows), np.arange(len(rows))
         self._view.store(slots, rows, here)
         return self._loops.checksums(rows, here)
 
-    def copy_out(self, slots: Slots, rows: U8) -> None:
+    def copy_out(self, slots: Slots, rows: Rows) -> None:
         """See PoolMemory."""
-        self._view.fetch(slots, rows, np.arange(len(rows)))
+        self._view.fetch(slots, in_one_piece(rows), np.arange(len(rows)))
 
     def checksums(self, slots: Slots) -> U8:
         """See PoolMemory."""
@@ -127,6 +128,16 @@ class GpuPool:
     def settle(self) -> None:
         """See PoolMemory."""
         self._view.memory.gpu.settle()
+
+
+def in_one_piece(rows: Rows) -> U8:
+    """Rows as a GPU copies them. Raises InvalidArgument for pages."""
+    if isinstance(rows, PagedBlocks):
+        raise InvalidArgument(
+            "the daemon's device tier is on a GPU, which copies no pages of host memory; use write "
+            "and read, or sequence.write_blocks and read_blocks"
+        )
+    return rows
 
 
 class GonePool:
@@ -147,11 +158,11 @@ class GonePool:
     def __len__(self) -> int:
         return self._count
 
-    def copy_in(self, slots: Slots, rows: U8) -> U8:
+    def copy_in(self, slots: Slots, rows: Rows) -> U8:
         """See PoolMemory."""
         raise self._gone()
 
-    def copy_out(self, slots: Slots, rows: U8) -> None:
+    def copy_out(self, slots: Slots, rows: Rows) -> None:
         """See PoolMemory."""
         raise self._gone()
 

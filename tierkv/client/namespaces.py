@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 
 from tierkv.client.attach import MappedArena
-from tierkv.client.copying import rows_of
+from tierkv.client.copying import paged_blocks, rows_of
 from tierkv.client.core import ClientCore, Steps, expect
-from tierkv.client.memory import GonePool, GpuPool, HostPool, PoolMemory
+from tierkv.client.memory import GonePool, GpuPool, HostPool, PoolMemory, in_one_piece
 from tierkv.client.sequences import (
     ExtraKeys,
     FoundPrefix,
@@ -27,6 +27,7 @@ from tierkv.core.spec import DTYPE_BYTES, KVSpec
 from tierkv.errors import InvalidArgument, InvariantViolation, LimitExceeded, ProtocolError
 from tierkv.gpu import GpuRows
 from tierkv.native.directory import PLACE_BYTES, PLACES
+from tierkv.native.pages import PagedBlocks, Rows
 from tierkv.native.reading import Readable
 from tierkv.rpc.messages import (
     Acquire,
@@ -68,17 +69,32 @@ class AttendPlan(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A read on its way: the blocks it is to copy, and how many leading ones it has."""
+    """A read on its way: of a chain, it is to copy the blocks from ``first`` on into ``rows``.
+
+    ``found``: how many leading blocks of the chain are there.
+    """
 
     tokens: U32
     extras: U64
     hashes: U8
-    copied: int
+    first: int
+    rows: Rows
+    found: int
+
+    @property
+    def copied(self) -> int:
+        """How many blocks have been copied."""
+        return max(self.found - self.first, 0)
 
     @property
     def done(self) -> bool:
         """Whether nothing is missing."""
-        return self.copied == len(self.hashes)
+        return self.found == len(self.hashes)
+
+    @property
+    def wanted(self) -> U8:
+        """Names of the blocks to be copied, u8 [n, 16]."""
+        return self.hashes[self.first :]
 
 
 class NamespaceCore:
@@ -200,11 +216,8 @@ class NamespaceCore:
         self.client.sequences[number] = sequence
         return sequence
 
-    def read_here(self, token_ids: TokenIds, out: U8, extra_keys: ExtraKeys | None) -> Reading:
-        """Copy the leading blocks that lie in the device tier into ``out``; asks nobody.
-
-        ``out``: u8 [n, block bytes].
-        """
+    def rows_to_fill(self, out: U8) -> U8:
+        """``out``, if blocks can be copied into it. Raises InvalidArgument."""
         if out.dtype != np.uint8 or out.ndim != 2 or out.shape[1] != self.spec.block_bytes:
             raise InvalidArgument(
                 f"out is {out.dtype} {list(out.shape)}; blocks are uint8 [n, "
@@ -212,41 +225,85 @@ class NamespaceCore:
             )
         if not (out.flags.c_contiguous and out.flags.writeable):
             raise InvalidArgument("out is not contiguous, or read-only; blocks are copied into it")
+        return out
+
+    def paged(self, pages: Any, ids: Any, *, writable: bool) -> PagedBlocks:
+        """Blocks of an engine's pages to copy from, or to. Raises InvalidArgument."""
+        rows = paged_blocks(pages, ids, self.spec.block_bytes, writable=writable)
+        if isinstance(self.memory, GpuPool):
+            in_one_piece(rows)
+        return rows
+
+    def read_here(
+        self, token_ids: TokenIds, rows: Rows, extra_keys: ExtraKeys | None, first: int = 0
+    ) -> Reading:
+        """Copy the leading blocks that lie in the device tier; asks nobody.
+
+        ``rows`` takes the blocks from ``first`` on; into pages, there are tokens for all of them.
+        """
         tokens, extras = self._offer(token_ids, 0, extra_keys)
-        tokens = tokens[: len(out) * self.spec.block_tokens]
-        hashes = self._hashes(tokens, extras)
-        reading = Reading(tokens, extras, hashes, self._copy_out(tokens, extras, hashes, None, out))
+        if isinstance(rows, PagedBlocks):
+            self._check_tokens(tokens, first, len(rows))
+        blocks = first + len(rows) if len(rows) else 0
+        tokens = tokens[: blocks * self.spec.block_tokens]
+        reading = Reading(tokens, extras, self._hashes(tokens, extras), first, rows, 0)
+        reading = reading._replace(found=self._copy_out(reading, reading.hashes, None))
         if reading.done:
-            self.uses.add(hashes)
+            self.uses.add(reading.wanted)
         return reading
 
-    def read_on(self, reading: Reading, out: U8, extra_keys: ExtraKeys | None) -> Steps[int]:
+    def read_on(self, reading: Reading, extra_keys: ExtraKeys | None) -> Steps[int]:
         """Copy what is missing, too, as far as it is cached; returns how many blocks are there."""
         blob = reading.hashes.tobytes()
         found = expect((yield lambda: Lookup(self.id, blob)), Found)
-        if found.blocks <= reading.copied:
-            self.uses.add(reading.hashes[: reading.copied], len(reading.hashes) - reading.copied)
+        if found.blocks <= max(reading.found, reading.first):
+            missed = len(reading.wanted) - reading.copied
+            self.uses.add(reading.wanted[: reading.copied], missed)
             return reading.copied
         # The others must come up, or their slots went to others while they were copied.
         sequence = yield from self.begin(reading.tokens, 0, extra_keys)
         try:
             slots = sequence.table.view(np.uint32)
-            cached = reading.hashes[: len(slots)]
-            return self._copy_out(reading.tokens, reading.extras, cached, slots, out)
+            if len(slots) <= reading.first:
+                return 0
+            right = self._copy_out(reading, reading.hashes[: len(slots)], slots)
+            return max(right - reading.first, 0)
         finally:
             self.client.end([sequence])
 
-    def _copy_out(self, tokens: U32, extras: U64, hashes: U8, slots: U32 | None, out: U8) -> int:
-        """Copy these blocks from their slots, or from where they may lie; how many are right."""
-        if self._readable is None:
-            return 0 if slots is None else self._copy_held(slots, out)
-        ids = tokens[: len(hashes) * self.spec.block_tokens]
-        keys = extras_of(extras, 0, len(hashes)) if len(extras) else None
-        return self.client.loops.read(self._readable, hashes, ids, keys, slots, out)
+    def _copy_out(self, reading: Reading, hashes: U8, slots: U32 | None) -> int:
+        """Copy these blocks from their slots, or from where they may lie.
 
-    def _copy_held(self, slots: U32, out: U8) -> int:
+        Returns how many leading ones of the chain are right.
+        """
+        first, rows = min(reading.first, len(hashes)), reading.rows
+        if self._readable is None:
+            return 0 if slots is None else first + self._copy_held(slots[first:], rows)
+        return self.client.loops.read(
+            self._readable,
+            hashes,
+            *self._said(reading.tokens, reading.extras, hashes),
+            slots,
+            rows,
+            first,
+        )
+
+    def _said(self, tokens: U32, extras: U64, hashes: U8) -> tuple[U32, U64 | None]:
+        """The token ids of these leading blocks, and the digests of their extra keys."""
+        ids = tokens[: len(hashes) * self.spec.block_tokens]
+        return ids, extras_of(extras, 0, len(hashes)) if len(extras) else None
+
+    def _known_here(self, tokens: U32, extras: U64, hashes: U8) -> int:
+        """How many leading blocks of a chain lie in the device tier; asks nobody."""
+        if self._readable is None:
+            return 0
+        said = self._said(tokens, extras, hashes)
+        nothing = self._readable.payload[:0]
+        return self.client.loops.read(self._readable, hashes, *said, None, nothing, len(hashes))
+
+    def _copy_held(self, slots: U32, out: Rows) -> int:
         """Copy sealed blocks that this worker holds; how many leading ones are right."""
-        rows = out[: len(slots)]
+        rows = in_one_piece(out[: len(slots)])
         self.memory.copy_out(slots, rows)
         stated = np.ascontiguousarray(self._entries[slots, SUM_AT : SUM_AT + HASH_BYTES])
         sums = self.client.loops.checksums(rows, np.arange(len(rows)))
@@ -265,19 +322,41 @@ class NamespaceCore:
         """Cache whole blocks by copy, as blocks ``first`` .. of a chain; returns how many are."""
         rows = rows_of("data", data, self.spec.block_bytes)
         tokens, extras = self._offer(token_ids, 0, extra_keys)
-        stop = (first + len(rows)) * self.spec.block_tokens
-        if first < 0 or len(tokens) < stop:
-            raise InvalidArgument(
-                f"{len(rows)} blocks from block {first} on end at token {stop}; there are "
-                f"{len(tokens)} token ids in whole blocks"
-            )
+        self._check_tokens(tokens, first, len(rows))
         if not len(rows):
             return 0
-        tokens = tokens[:stop]
+        piece = self._piece(tokens, extras, extra_keys, first, rows)
+        return (yield from self._stock.write(piece))
+
+    def write_pages(
+        self, token_ids: TokenIds, rows: PagedBlocks, first: int, extra_keys: ExtraKeys | None
+    ) -> Steps[int]:
+        """The same out of pages, but for leading blocks that lie in the device tier already."""
+        tokens, extras = self._offer(token_ids, 0, extra_keys)
+        self._check_tokens(tokens, first, len(rows))
+        if not len(rows):
+            return 0
+        piece = self._piece(tokens, extras, extra_keys, first, rows)
+        hashes = np.frombuffer(piece.hashes, np.uint8).reshape(-1, HASH_BYTES)
+        known = self._known_here(piece.tokens, extras, hashes) - first
+        return (yield from self._stock.write_rest(piece, max(known, 0)))
+
+    def _check_tokens(self, tokens: U32, first: int, blocks: int) -> None:
+        """Raise InvalidArgument unless there are tokens for blocks ``first`` .. of the chain."""
+        stop = (first + blocks) * self.spec.block_tokens
+        if first < 0 or len(tokens) < stop:
+            raise InvalidArgument(
+                f"{blocks} blocks from block {first} on end at token {stop}; there are "
+                f"{len(tokens)} token ids in whole blocks"
+            )
+
+    def _piece(
+        self, tokens: U32, extras: U64, extra_keys: ExtraKeys | None, first: int, rows: Rows
+    ) -> Piece:
+        tokens = tokens[: (first + len(rows)) * self.spec.block_tokens]
         hashes = self._hashes(tokens, extras)
         blob = extras_blob(extras, 0, len(hashes))
-        piece = Piece(tokens, extra_keys, hashes.tobytes(), blob, first, rows)
-        return (yield from self._stock.write(piece))
+        return Piece(tokens, extra_keys, hashes.tobytes(), blob, first, rows)
 
     def attend(self, plan: AttendPlan, q: U8, out: U8) -> Steps[None]:
         """Paged attention in the daemon; ``q`` and ``out`` are the bytes of [T, q_heads, D]."""

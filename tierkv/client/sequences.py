@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tierkv.client.copying import WrittenSums, rows_of
+from tierkv.client.copying import WrittenSums
 from tierkv.client.core import Steps, expect
 from tierkv.client.tokens import TokenIds, token_array
 from tierkv.core.ids import U8, U32, U64
 from tierkv.core.prefix import HASH_BYTES
 from tierkv.errors import CorruptionError, InvalidArgument, LeaseLost, ProtocolError
+from tierkv.native.pages import Rows
 from tierkv.rpc.messages import (
     Await,
     Done,
@@ -216,18 +217,16 @@ class SequenceCore:
 
     # --- whole blocks, by copy --------------------------------------------------------------------
 
-    def write_blocks(self, first: int, data: Any) -> int:
+    def write_blocks(self, first: int, rows: Rows) -> int:
         """Copy whole blocks into the slots of blocks ``first`` on; returns how many."""
-        rows = rows_of("data", data, self.namespace.spec.block_bytes)
         self.about_to_write(first * self.block_tokens, len(rows) * self.block_tokens)
         slots = self.table[first : first + len(rows)]
         sums = self.namespace.memory.copy_in(slots, rows)
         self._written.remember(first, slots, sums)
         return len(rows)
 
-    def read_blocks(self, first: int, out: Any) -> int:
-        """Fill ``out`` from the slots of blocks ``first`` on; returns how many."""
-        rows = rows_of("out", out, self.namespace.spec.block_bytes, writable=True)
+    def read_blocks(self, first: int, rows: Rows) -> int:
+        """Fill ``rows`` from the slots of blocks ``first`` on; returns how many."""
         self.require_active()
         held = min(-(-self.num_tokens // self.block_tokens), len(self.table))
         if first < 0 or first + len(rows) > held:

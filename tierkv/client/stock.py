@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tierkv.client.core import Ask, Steps, expect
 from tierkv.client.sequences import ExtraKeys, SequenceCore
-from tierkv.core.ids import U8, U32
+from tierkv.core.ids import U32
+from tierkv.core.prefix import HASH_BYTES
 from tierkv.errors import LeaseLost, PoolExhausted
+from tierkv.native.pages import Rows
 from tierkv.rpc.messages import Request, Store, Stored
 
 if TYPE_CHECKING:
@@ -20,10 +22,11 @@ STOCKS_MIN = 16
 """So many workers may have a stock as large as it can be before the device tier is full of them."""
 
 NO_TOKENS = ()
+EXTRA_BYTES = 8
 
 
 class Piece(NamedTuple):
-    """Blocks to be cached: ``rows`` (u8 [n, block bytes]) are those from ``first`` on.
+    """Blocks to be cached: ``rows`` are those from ``first`` on.
 
     ``tokens`` (u32) are those of the whole chain, ``hashes`` and ``extras`` as they travel.
     """
@@ -33,7 +36,19 @@ class Piece(NamedTuple):
     hashes: bytes
     extras: bytes
     first: int
-    rows: U8
+    rows: Rows
+
+    def part(self, start: int, stop: int) -> Piece:
+        """Rows ``start`` .. ``stop`` - 1."""
+        blocks, end = len(self.hashes) // HASH_BYTES, self.first + stop
+        return Piece(
+            self.tokens[: end * (len(self.tokens) // blocks)],
+            self.extra_keys,
+            self.hashes[: end * HASH_BYTES],
+            self.extras[: end * EXTRA_BYTES],
+            self.first + start,
+            self.rows[start:stop],
+        )
 
 
 class Stock:
@@ -58,6 +73,27 @@ class Stock:
                 return (yield from self._write_held(piece))
             except LeaseLost:
                 continue  # the daemon came back without our sequence; the data is still here
+
+    def write_rest(self, piece: Piece, known: int) -> Steps[int]:
+        """The same for any number of blocks, of which the first ``known`` were cached just now.
+
+        They go in parts that fit a stock, so that no more of the tier need be free at a time.
+        """
+        count, step = len(piece.rows), self._blocks_max() or len(piece.rows)
+        # The last one is always written: its answer is what says that all of them are durable.
+        done = min(known, count - 1)
+        while done < count:
+            part = piece.part(done, min(done + step, count))
+            written = yield from self.write(part)
+            if not written and known:
+                done = known = 0  # they have gone since
+                continue
+            if not written:
+                return 0
+            done += written
+            if written < len(part.rows):
+                break
+        return done
 
     def _blocks_max(self) -> int:
         slots, block_bytes = len(self._namespace.memory), self._namespace.spec.block_bytes

@@ -31,6 +31,7 @@ from tierkv.client.views import NamespaceViews, SequenceViews, Where
 from tierkv.core.ids import U8
 from tierkv.core.spec import KVSpec
 from tierkv.errors import InvalidArgument, NotReady, TierkvError, Unavailable
+from tierkv.native.pages import Pages, Rows
 from tierkv.rpc.messages import Done, Failure, Reply, Request
 from tierkv.rpc.wire import FrameDecoder, decode_reply, encode, unknown_reply
 
@@ -589,12 +590,37 @@ class Namespace(NamespaceViews):
         in the device tier are copied without asking the daemon, whether it runs or not; every
         copied byte is checked. If there may be more, it is asked, and brings them up.
         """
+        return self._read(token_ids, self._core.rows_to_fill(out), 0, extra_keys)
+
+    def read_pages(
+        self,
+        token_ids: TokenIds,
+        pages: Pages,
+        ids: Any,
+        *,
+        first: int = 0,
+        extra_keys: ExtraKeys | None = None,
+    ) -> int:
+        """Copy cached blocks into an engine's pages; returns how many leading ones are there.
+
+        They are blocks ``first`` .. ``first + n - 1`` of the chain that ``token_ids`` make, and
+        come to lie in the engine's blocks ``ids`` (integers [n]) of ``pages``. Those before
+        ``first`` are not copied; that they are cached, too, is proven like everything else. As
+        ``read``, it asks the daemon only for what does not lie in the device tier. Pages behind
+        those that are there may have been written to.
+        """
+        rows = self._core.paged(pages, ids, writable=True)
+        return self._read(token_ids, rows, first, extra_keys)
+
+    def _read(
+        self, token_ids: TokenIds, rows: Rows, first: int, extra_keys: ExtraKeys | None
+    ) -> int:
         self._client._check_open()
-        reading = self._core.read_here(token_ids, out, extra_keys)
+        reading = self._core.read_here(token_ids, rows, extra_keys, first)
         copied = reading.copied
         if not reading.done:
             try:
-                copied = self._client._run(self._core.read_on(reading, out, extra_keys))
+                copied = self._client._run(self._core.read_on(reading, extra_keys))
             finally:
                 self._client._release_orphans()
         if self._core.uses.due:
@@ -621,8 +647,28 @@ class Namespace(NamespaceViews):
         until the client closes: the next call writes into that. Raises PoolExhausted,
         InvalidArgument, TierFailed.
         """
+        return self._write(self._core.write(token_ids, data, first, extra_keys))
+
+    def write_pages(
+        self,
+        token_ids: TokenIds,
+        pages: Pages,
+        ids: Any,
+        *,
+        first: int = 0,
+        extra_keys: ExtraKeys | None = None,
+    ) -> int:
+        """``write`` out of an engine's pages: its blocks ``ids`` (integers [n]) of ``pages``.
+
+        Takes any number of blocks, in parts of up to 64 MiB and a round trip each. Leading blocks
+        that lie in the device tier already are neither copied nor sent.
+        """
+        rows = self._core.paged(pages, ids, writable=False)
+        return self._write(self._core.write_pages(token_ids, rows, first, extra_keys))
+
+    def _write(self, steps: Steps[int]) -> int:
         try:
-            return self._client._run(self._core.write(token_ids, data, first, extra_keys))
+            return self._client._run(steps)
         finally:
             self._client._release_orphans()
 

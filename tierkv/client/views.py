@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+from tierkv.client.copying import paged_blocks, rows_of
 from tierkv.client.namespaces import AttendPlan, NamespaceCore
 from tierkv.client.sequences import I32, CachedPrefix, SequenceCore
 from tierkv.core.ids import U32
 from tierkv.core.spec import KVSpec
+from tierkv.native.pages import Pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Items
@@ -95,7 +97,8 @@ class SequenceViews:
 
         Raises InvalidArgument unless the blocks are reserved, and LeaseLost.
         """
-        return self._core.write_blocks(first_block, data)
+        rows = rows_of("data", data, self._block_bytes)
+        return self._core.write_blocks(first_block, rows)
 
     def read_blocks(self, first_block: int, out: Any) -> int:
         """Fill ``out`` with whole blocks from block ``first_block`` on; returns how many.
@@ -103,7 +106,22 @@ class SequenceViews:
         ``out``: as ``data`` of ``write_blocks``, and writable. One call copies all of it and frees
         the GIL. Raises InvalidArgument unless the blocks have tokens and are there, and LeaseLost.
         """
-        return self._core.read_blocks(first_block, out)
+        rows = rows_of("out", out, self._block_bytes, writable=True)
+        return self._core.read_blocks(first_block, rows)
+
+    def write_pages(self, first_block: int, pages: Pages, ids: Any) -> int:
+        """``write_blocks`` out of an engine's pages: its blocks ``ids`` (integers [n])."""
+        rows = paged_blocks(pages, ids, self._block_bytes)
+        return self._core.write_blocks(first_block, rows)
+
+    def read_pages(self, first_block: int, pages: Pages, ids: Any) -> int:
+        """``read_blocks`` into an engine's pages: its blocks ``ids`` (integers [n])."""
+        rows = paged_blocks(pages, ids, self._block_bytes, writable=True)
+        return self._core.read_blocks(first_block, rows)
+
+    @property
+    def _block_bytes(self) -> int:
+        return self._core.namespace.spec.block_bytes
 
 
 class NamespaceViews:

@@ -91,13 +91,12 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (*_PLACES, *_COLUMN, _POINTER, _POINTER, _SIZE),
     ),
     "tierkv_directory_leave": (ctypes.c_int, (_POINTER, *_COLUMN, _POINTER, _SIZE)),
-    "tierkv_read": (
-        _SIZE,
-        (
-            *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
-            *(_POINTER, _SIZE, _SIZE, _POINTER),
-        ),
+    "tierkv_pages_in": (
+        ctypes.c_int,
+        (*_MATRIX, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER),
     ),
+    "tierkv_pages_out": (ctypes.c_int, (*_MATRIX, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE)),
+    "tierkv_read": (_SIZE, (*[_POINTER] * 5, _SIZE, _SIZE, *[_POINTER] * 3)),
 }
 """What they return, and what they take."""
 

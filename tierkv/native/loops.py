@@ -1,7 +1,8 @@
 """The loops over blocks that are worth C: one interface, in Python and native.
 
 Both do the same to the last bit, and check the same. Pools and rows are u8 matrices [rows, bytes]
-whose rows are contiguous; between rows there may be gaps.
+whose rows are contiguous; between rows there may be gaps. An engine's blocks may also lie in pages
+(``native.pages``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tierkv.native import directory, reading
 from tierkv.native.core import structures
 from tierkv.native.library import Library, NoLibrary, load
 from tierkv.native.memory import LastingAddresses, address
+from tierkv.native.pages import PagedBlocks, Rows, block_bytes_of, described
 from tierkv.native.reading import Readable
 
 DIGEST_BYTES = 16
@@ -40,6 +42,7 @@ QUICK_BYTES_MAX = 256 << 10
 """To read more than this is worth giving the GIL away for."""
 IN_POOL = "slots are in the pool"
 ONE_EACH = "one source for each target"
+WRITABLE = "the target is writable"
 
 Slots = npt.NDArray[np.integer[Any]]
 """Row numbers, shape [n], of any integer type."""
@@ -65,16 +68,16 @@ class Loops(Protocol):
         """xxh3_128 of rows of the pool, u8 [n, 16]."""
         ...
 
-    def copy_in(self, pool: U8, slots: Slots, source: U8) -> U8:
-        """Copy the rows of ``source`` [n, bytes] into slots of the pool; u8 [n, 16].
+    def copy_in(self, pool: U8, slots: Slots, source: Rows) -> U8:
+        """Copy the blocks of ``source``, n of them, into slots of the pool; u8 [n, 16].
 
         Returns the checksums of the bytes that came to lie in the slots, whoever changes the
         source meanwhile.
         """
         ...
 
-    def copy_out(self, pool: U8, slots: Slots, target: U8) -> None:
-        """Copy slots of the pool into the rows of ``target`` [n, bytes]."""
+    def copy_out(self, pool: U8, slots: Slots, target: Rows) -> None:
+        """Copy slots of the pool into the blocks of ``target``, n of them."""
         ...
 
     def copy_between(self, pool: U8, slots: Slots, source: U8, source_slots: Slots) -> U8:
@@ -114,13 +117,15 @@ class Loops(Protocol):
         tokens: U32,
         extras: U64 | None,
         slots: U32 | None,
-        out: U8,
+        out: Rows,
+        first: int = 0,
     ) -> int:
-        """Copy the leading blocks of a chain into rows of ``out`` (u8 [>= n, block bytes]).
+        """Copy the leading blocks of a chain into the blocks of ``out``, at least n - ``first``.
 
-        Returns how many are there and right; rows behind these may have been written to.
-        ``hashes``: u8 [n, 16], ``tokens``: u32 [n x block_tokens], contiguous both, ``extras``: u64
-        [>= n] or None. ``slots``: u32 [n], where they lie; None: where the directory says.
+        Returns how many are there and right; what lies behind these may have been written to. The
+        ``first`` ones are only found, and not copied: ``out`` has the others. ``hashes``: u8 [n,
+        16], ``tokens``: u32 [n x block_tokens], contiguous both, ``extras``: u64 [>= n] or None.
+        ``slots``: u32 [n], where they lie; None: where the directory says.
         """
         ...
 
@@ -162,17 +167,30 @@ class PythonLoops:
         sums = b"".join([digest(pool[slot].data) for slot in slots.tolist()])
         return np.frombuffer(sums, np.uint8).reshape(-1, DIGEST_BYTES)
 
-    def copy_in(self, pool: U8, slots: Slots, source: U8) -> U8:
+    def copy_in(self, pool: U8, slots: Slots, source: Rows) -> U8:
         """See Loops."""
-        return self.copy_between(pool, slots, source, np.arange(len(source)))
+        if not isinstance(source, PagedBlocks):
+            return self.copy_between(pool, slots, source, np.arange(len(source)))
+        _check_slots(pool, slots)
+        _check_widths(pool, source)
+        _check_pages(source, len(slots))
+        require(pool.flags.writeable, WRITABLE)
+        for slot, block in zip(slots.tolist(), source.ids.tolist(), strict=True):
+            np.concatenate(source.pages.of(block), out=pool[slot])
+        return self.checksums(pool, slots)
 
-    def copy_out(self, pool: U8, slots: Slots, target: U8) -> None:
+    def copy_out(self, pool: U8, slots: Slots, target: Rows) -> None:
         """See Loops."""
         _check_slots(pool, slots)
         _check_widths(pool, target)
         require(len(slots) == len(target), ONE_EACH)
-        for row, slot in zip(target, slots.tolist(), strict=True):
-            np.copyto(row, pool[slot])
+        if not isinstance(target, PagedBlocks):
+            for row, slot in zip(target, slots.tolist(), strict=True):
+                np.copyto(row, pool[slot])
+            return
+        _check_pages(target, len(slots), written=True)
+        for block, slot in zip(target.ids.tolist(), slots.tolist(), strict=True):
+            reading.scatter(pool[slot], target.pages.of(block))
 
     def copy_between(self, pool: U8, slots: Slots, source: U8, source_slots: Slots) -> U8:
         """See Loops."""
@@ -237,11 +255,12 @@ class PythonLoops:
         tokens: U32,
         extras: U64 | None,
         slots: U32 | None,
-        out: U8,
+        out: Rows,
+        first: int = 0,
     ) -> int:
         """See Loops."""
-        _check_reading(pool, hashes, tokens, extras, slots, out)
-        return reading.read(pool, hashes, tokens, extras, slots, out)
+        _check_reading(pool, hashes, tokens, extras, slots, out, first)
+        return reading.read(pool, hashes, tokens, extras, slots, out, first)
 
     def structures(self) -> Structures:
         """See Loops."""
@@ -288,15 +307,37 @@ class NativeLoops:
         require(not failed, IN_POOL)
         return sums
 
-    def copy_in(self, pool: U8, slots: Slots, source: U8) -> U8:
+    def copy_in(self, pool: U8, slots: Slots, source: Rows) -> U8:
         """See Loops."""
         sums = np.empty((len(slots), DIGEST_BYTES), np.uint8)
-        self._copy(pool, slots, source, None, sums)
+        if not isinstance(source, PagedBlocks):
+            self._copy(pool, slots, source, None, sums)
+            return sums
+        _check_widths(pool, source)
+        _check_pages(source, len(slots))
+        require(pool.flags.writeable, WRITABLE)
+        numbers, ids = _numbers(slots), _numbers(source.ids)
+        failed = self._library.bytes.tierkv_pages_in(
+            *(*self._pool(pool), address(numbers)),
+            *(ctypes.byref(described(source)), len(source.pages), address(ids)),
+            *(len(numbers), address(sums)),
+        )
+        require(not failed, IN_POOL)
         return sums
 
-    def copy_out(self, pool: U8, slots: Slots, target: U8) -> None:
+    def copy_out(self, pool: U8, slots: Slots, target: Rows) -> None:
         """See Loops."""
-        self._copy(target, None, pool, slots, None)
+        if not isinstance(target, PagedBlocks):
+            self._copy(target, None, pool, slots, None)
+            return
+        _check_widths(pool, target)
+        _check_pages(target, len(slots), written=True)
+        numbers, ids = _numbers(slots), _numbers(target.ids)
+        failed = self._library.bytes.tierkv_pages_out(
+            *(*self._pool(pool), address(numbers)),
+            *(ctypes.byref(described(target)), len(target.pages), address(ids), len(numbers)),
+        )
+        require(not failed, IN_POOL)
 
     def copy_between(self, pool: U8, slots: Slots, source: U8, source_slots: Slots) -> U8:
         """See Loops."""
@@ -379,19 +420,21 @@ class NativeLoops:
         tokens: U32,
         extras: U64 | None,
         slots: U32 | None,
-        out: U8,
+        out: Rows,
+        first: int = 0,
     ) -> int:
         """See Loops."""
-        _check_reading(pool, hashes, tokens, extras, slots, out)
+        _check_reading(pool, hashes, tokens, extras, slots, out, first)
         count = len(hashes)
         if extras is not None:
             extras = np.ascontiguousarray(extras, np.uint64)
-        much = count * out.shape[1] > QUICK_BYTES_MAX
+        much = (count - first) * block_bytes_of(out) > QUICK_BYTES_MAX
         library = self._library.bytes if much else self._library.quick
+        ids = _numbers(out.ids) if isinstance(out, PagedBlocks) else None
         found: int = library.tierkv_read(
             *(pool.library_address, None if slots is None else address(slots)),
             *(address(hashes), address(tokens), None if extras is None else address(extras)),
-            *(address(out), out.strides[0], count),
+            *(first, count, ctypes.byref(described(out)), None if ids is None else address(ids)),
             ctypes.create_string_buffer(pool.entries.shape[1]),
         )
         return found
@@ -413,7 +456,7 @@ class NativeLoops:
         count = len(to) if to_slots is None else len(to_slots)
         given = len(source) if source_slots is None else len(source_slots)
         require(count == given, ONE_EACH)
-        require(to.flags.writeable, "the target is writable")
+        require(to.flags.writeable, WRITABLE)
         targets = None if to_slots is None else _numbers(to_slots)
         sources = None if source_slots is None else _numbers(source_slots)
         failed = self._library.bytes.tierkv_copy(
@@ -466,8 +509,14 @@ def _check_entries(table: U8, entries: EntryColumns) -> None:
     require(table.flags.writeable, "the table is writable")
 
 
-def _check_widths(one: U8, other: U8) -> None:
-    require(one.shape[1] == other.shape[1], "rows are copied into rows of the same size")
+def _check_widths(one: U8, other: Rows) -> None:
+    require(one.shape[1] == block_bytes_of(other), "blocks are copied into blocks of the same size")
+
+
+def _check_pages(blocks: PagedBlocks, count: int, *, written: bool = False) -> None:
+    require(len(blocks) == count, ONE_EACH)
+    _check_numbers(blocks.ids, len(blocks.pages))
+    require(blocks.pages.writable or not written, WRITABLE)
 
 
 def _check_slots(pool: U8, slots: Slots) -> None:
@@ -481,16 +530,27 @@ def _check_numbers(slots: Slots, rows: int) -> None:
 
 
 def _check_reading(
-    pool: Readable, hashes: U8, tokens: U32, extras: U64 | None, slots: U32 | None, out: U8
+    pool: Readable,
+    hashes: U8,
+    tokens: U32,
+    extras: U64 | None,
+    slots: U32 | None,
+    out: Rows,
+    first: int,
 ) -> None:
     count = len(hashes)
     require(hashes.size == count * DIGEST_BYTES and hashes.flags.c_contiguous, "16 bytes each")
     whole = tokens.dtype == np.uint32 and tokens.flags.c_contiguous
     require(whole and tokens.size == count * pool.block_tokens, "tokens for each block")
     require(extras is None or len(extras) >= count, "one extra digest per block")
+    require(0 <= first <= count, "blocks that are not copied are of the chain")
     _check_widths(pool.payload, out)
-    _check_rows(out)
-    require(len(out) >= count and out.flags.writeable, "room for each block")
+    require(len(out) >= count - first, "room for each block")
+    if isinstance(out, PagedBlocks):
+        _check_pages(out, len(out), written=True)
+    else:
+        _check_rows(out)
+        require(out.flags.writeable, WRITABLE)
     if slots is not None:
         require(len(slots) == count, "a slot for each block")
         _check_numbers(slots, len(pool.payload))

@@ -18,6 +18,7 @@ from tierkv.core.ids import U8, U32, U64
 from tierkv.errors import require
 from tierkv.native.directory import PLACES, candidates
 from tierkv.native.memory import address
+from tierkv.native.pages import PagedBlocks, Rows
 
 DIGEST_BYTES = 16
 CHECK_BYTES = 8
@@ -91,10 +92,16 @@ class Readable:
 
 
 def read(
-    pool: Readable, hashes: U8, tokens: U32, extras: U64 | None, slots: U32 | None, out: U8
+    pool: Readable,
+    hashes: U8,
+    tokens: U32,
+    extras: U64 | None,
+    slots: U32 | None,
+    out: Rows,
+    first: int,
 ) -> int:
     """See ``native.loops.Loops.read``."""
-    parent = 0
+    parent: int = 0
     names = hashes.view(">u8").tolist()
     ids = tokens.reshape(-1, pool.block_tokens)
     for n, (hash_hi, hash_lo) in enumerate(names):
@@ -104,26 +111,48 @@ def read(
             found = candidates(pool.places, hash_lo, len(pool.payload))
         else:
             found = [int(slots[n])]
-        parent = _take_any(pool, found, said, ids[n].tobytes(), out[n])
+        parts = _parts(out, n - first) if n >= first else None
+        parent = _take_any(pool, found, said, ids[n].tobytes(), parts)
         if not parent:
             return n
     return len(names)
 
 
+def _parts(out: Rows, n: int) -> list[U8]:
+    """The n-th block of ``out``, as what its bytes are in one after another."""
+    return out.pages.of(int(out.ids[n])) if isinstance(out, PagedBlocks) else [out[n]]
+
+
+def scatter(block: U8, parts: list[U8]) -> None:
+    """Copy a block into its parts."""
+    at = 0
+    for part in parts:
+        np.copyto(part, block[at : at + len(part)])
+        at += len(part)
+
+
 def _take_any(
-    pool: Readable, slots: list[int], said: tuple[int, int, int, int], tokens: bytes, out: U8
+    pool: Readable,
+    slots: list[int],
+    said: tuple[int, int, int, int],
+    tokens: bytes,
+    parts: list[U8] | None,
 ) -> int:
-    """Copy a block from whichever slot holds it; its id, or 0.
+    """Copy a block from whichever slot holds it into its parts, if any; its id, or 0.
 
     The youngest comes first: of several of one name it is the one that younger children name.
     """
     slots.sort(key=lambda slot: int(pool.entries[slot, :8].view("<u8")[0]), reverse=True)
-    taken = (_take(pool, slot, said, tokens, out) for slot in slots)
+    taken = (_take(pool, slot, said, tokens, parts) for slot in slots)
     return next((block for block in taken if block), 0)
 
 
 def _take(
-    pool: Readable, slot: int, said: tuple[int, int, int, int], tokens: bytes, out: U8
+    pool: Readable,
+    slot: int,
+    said: tuple[int, int, int, int],
+    tokens: bytes,
+    parts: list[U8] | None,
 ) -> int:
     """Copy a block if the slot holds it; its id, or 0."""
     entry = pool.entries[slot].tobytes()
@@ -136,6 +165,11 @@ def _take(
     check = int.from_bytes(entry[-CHECK_BYTES:], "little")
     if sums == (0, 0) or check != xxhash.xxh3_64_intdigest(entry[:-CHECK_BYTES]):
         return 0
-    np.copyto(out, pool.payload[slot])
-    copied = xxhash.xxh3_128_intdigest(out.data)
+    if parts is None:
+        return int(words["id"])
+    scatter(pool.payload[slot], parts)
+    hashing = xxhash.xxh3_128()
+    for part in parts:
+        hashing.update(part.data)
+    copied = hashing.intdigest()
     return words["id"] if copied == sums[0] << 64 | sums[1] else 0

@@ -24,12 +24,6 @@ EXPORT void tierkv_chain_hashes(
     }
 }
 
-static int all_below(const uint32_t *slots, size_t count, size_t rows) {
-    size_t outside = 0;
-    for (size_t n = 0; n < count; n++) outside += slots[n] >= rows;
-    return outside == 0;
-}
-
 /* xxh3_128 of the first ``length`` bytes of each slot, as 16-byte digests. -1: a slot is no row of
  * the pool. */
 EXPORT int tierkv_checksums(

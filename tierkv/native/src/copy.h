@@ -19,6 +19,12 @@
 #define PAST_CACHES_MIN 4096
 #define MUCH_BYTES (1 << 20)
 
+static inline int all_below(const uint32_t *numbers, size_t count, size_t limit) {
+    size_t outside = 0;
+    for (size_t n = 0; n < count; n++) outside += numbers[n] >= limit;
+    return outside == 0;
+}
+
 /* STORES_DONE() comes after the last copy of a call. */
 static inline Hash128 copied(uint8_t *target, const uint8_t *source, size_t length, int much) {
     if (length <= SHORT_MAX) return xxh3_128(memcpy(target, source, length), length);

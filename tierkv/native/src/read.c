@@ -3,8 +3,8 @@
  * The directory only hints. An entry is copied before anything is concluded from it, and its check
  * says whether it was whole; then the payload is copied, and hashed on the way. Whatever becomes of
  * the slot in between: bytes that have the checksum of the block's entry are the block. */
-#include "copy.h"
 #include "directory.h"
+#include "pages.h"
 
 #define EXPORT __attribute__((visibility("default")))
 #define DIGEST_BYTES 16
@@ -38,6 +38,13 @@ typedef struct {
     const uint8_t *tokens;
 } Wanted;
 
+/* Where a block is copied to: part ``id`` of the pages. Without pages it is not. */
+typedef struct {
+    const Pages *pages;
+    uint32_t id;
+    int much;
+} Target;
+
 static const uint8_t *entry_of(const Pool *pool, uint32_t slot) {
     return pool->entries + slot * pool->entry_bytes;
 }
@@ -66,13 +73,21 @@ static int says(const Pool *pool, const uint8_t *entry, const Wanted *wanted) {
            read64(entry + checked) == xxh3_64(entry, checked);
 }
 
+static Hash128 copied_to(const Target *target, const uint8_t *block) {
+    const Pages *pages = target->pages;
+    if (pages->count > 1)  // which is not written to, in this direction
+        return copied_pages(pages, target->id, (uint8_t *)block, 1, target->much);
+    return copied(part_of(pages->arrays, target->id), block, pages->bytes, target->much);
+}
+
 /* Copy a block if the slot holds it; its id, or 0. */
 static uint64_t take(
-    const Pool *pool, uint32_t slot, const Wanted *wanted, uint8_t *out, uint8_t *entry, int much
+    const Pool *pool, uint32_t slot, const Wanted *wanted, const Target *target, uint8_t *entry
 ) {
     memcpy(entry, entry_of(pool, slot), pool->entry_bytes);
     if (!says(pool, entry, wanted)) return 0;
-    Hash128 sum = copied(out, pool->payload + slot * pool->stride, pool->block_bytes, much);
+    if (target->pages == NULL) return read64(entry + ID_AT);
+    Hash128 sum = copied_to(target, pool->payload + slot * pool->stride);
     int same = read64(entry + SUM_AT) == sum.high && read64(entry + SUM_AT + 8) == sum.low;
     return same ? read64(entry + ID_AT) : 0;
 }
@@ -81,14 +96,14 @@ static uint64_t take(
  *
  * The youngest block comes first: of several of one name it is the one that younger children name. */
 static uint64_t take_any(
-    const Pool *pool, uint32_t *slots, size_t count, const Wanted *wanted, uint8_t *out,
-    uint8_t *entry, int much
+    const Pool *pool, uint32_t *slots, size_t count, const Wanted *wanted, const Target *target,
+    uint8_t *entry
 ) {
     while (count) {
         size_t best = 0;
         for (size_t n = 1; n < count; n++)
             if (read64(entry_of(pool, slots[n])) > read64(entry_of(pool, slots[best]))) best = n;
-        uint64_t id = take(pool, slots[best], wanted, out, entry, much);
+        uint64_t id = take(pool, slots[best], wanted, target, entry);
         if (id) return id;
         slots[best] = slots[--count];
     }
@@ -108,15 +123,17 @@ static void prefetch_entry(const Pool *pool, const uint8_t *hash) {
     for (size_t at = 0; at < pool->entry_bytes; at += LINE_BYTES) __builtin_prefetch(entry + at);
 }
 
-/* Copy the leading ones of ``count`` blocks of a chain into the rows of ``out``; how many are right.
+/* Copy the leading ones of ``count`` blocks of a chain into pages; how many are right.
  *
- * ``slots`` says where they lie; NULL: the directory does. ``hashes`` are their digests, ``extras``
- * may be NULL. ``entry`` is room for one. */
+ * The ``first`` ones are not copied, only found. Block ``first + n`` goes to page ``ids[n]``; n where
+ * ``ids`` is NULL. ``slots`` says where they lie; NULL: the directory does. ``hashes`` are their
+ * digests, ``extras`` may be NULL. ``entry`` is room for one. */
 EXPORT size_t tierkv_read(
     const Pool *pool, const uint32_t *slots, const uint8_t *hashes, const uint8_t *tokens,
-    const uint64_t *extras, uint8_t *out, size_t out_stride, size_t count, uint8_t *entry
+    const uint64_t *extras, size_t first, size_t count, const Pages *pages, const uint32_t *ids,
+    uint8_t *entry
 ) {
-    int much = count * pool->block_bytes >= MUCH_BYTES;
+    int much = (count - first) * pool->block_bytes >= MUCH_BYTES;
     size_t token_bytes = 4 * pool->block_tokens, done = 0;
     uint64_t id = 0;
     for (; done < count; done++) {
@@ -125,11 +142,16 @@ EXPORT size_t tierkv_read(
         if (done + 1 < count) prefetch_entry(pool, hash + DIGEST_BYTES);
         Wanted wanted = {id, __builtin_bswap64(read64(hash)), hash_lo_of(hash),
                          extras ? extras[done] : 0, tokens + done * token_bytes};
+        Target target = {NULL, 0, much};
+        if (done >= first) {
+            target.pages = pages;
+            target.id = ids ? ids[done - first] : (uint32_t)(done - first);
+        }
         uint32_t found[PLACES];
         size_t places = 1;
         if (slots == NULL) places = candidates(pool, wanted.hash_lo, found);
         else found[0] = slots[done];
-        id = take_any(pool, found, places, &wanted, out + done * out_stride, entry, much);
+        id = take_any(pool, found, places, &wanted, &target, entry);
         if (!id) break;
     }
     STORES_DONE();

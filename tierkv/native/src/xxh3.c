@@ -7,7 +7,6 @@
 #define STRIPES_PER_ROUND 16
 #define SCRAMBLE_SECRET (SECRET_BYTES - STRIPE_BYTES)
 #define LAST_SECRET (SCRAMBLE_SECRET - 7)
-#define LANES 8
 /* Hardware prefetchers stop at the ends of 4 KiB pages. */
 #define PREFETCH_BYTES 1024
 
@@ -28,12 +27,10 @@ const uint8_t xxh3_secret[SECRET_BYTES] __attribute__((aligned(64))) = {
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
 
-typedef struct {
-    uint64_t lane[LANES];
-} __attribute__((aligned(64))) Lanes;
-
-/* Each eats whole stripes from the input's start on, with a scramble after every round. */
-typedef void Eat(Lanes *, const uint8_t *data, size_t stripes, uint8_t *to, Copying copying);
+/* Each eats whole stripes, with a scramble after every round, of which ``at`` have been eaten. */
+typedef void Eat(
+    Lanes *, size_t at, const uint8_t *data, size_t stripes, uint8_t *to, Copying copying
+);
 
 static void eat_stripe(Lanes *lanes, const uint8_t *data, size_t secret) {
     for (int i = 0; i < LANES; i++) {
@@ -44,11 +41,11 @@ static void eat_stripe(Lanes *lanes, const uint8_t *data, size_t secret) {
 }
 
 static void eat_portable(
-    Lanes *lanes, const uint8_t *data, size_t stripes, uint8_t *to, Copying copying
+    Lanes *lanes, size_t at, const uint8_t *data, size_t stripes, uint8_t *to, Copying copying
 ) {
     if (copying != NO_COPY) data = memcpy(to, data, stripes * STRIPE_BYTES);
-    for (size_t n = 0; n < stripes; n++) {
-        eat_stripe(lanes, data + n * STRIPE_BYTES, n % STRIPES_PER_ROUND * 8);
+    for (size_t n = at; n < at + stripes; n++) {
+        eat_stripe(lanes, data + (n - at) * STRIPE_BYTES, n % STRIPES_PER_ROUND * 8);
         if ((n + 1) % STRIPES_PER_ROUND) continue;
         for (int i = 0; i < LANES; i++) {
             uint64_t lane = lanes->lane[i];
@@ -67,14 +64,14 @@ static void eat_portable(
 #define LOADED_ONCE(value) __asm__("" : "+v"(value))
 
 FOR_AVX512 INLINE void eat_avx512_as(
-    Lanes *lanes, const uint8_t *data, size_t stripes, uint8_t *to, Copying copying
+    Lanes *lanes, size_t at, const uint8_t *data, size_t stripes, uint8_t *to, Copying copying
 ) {
     __m512i sum = _mm512_load_si512(lanes);
     const __m512i prime = _mm512_set1_epi64(PRIME32_1);
     const __m512i scramble = _mm512_loadu_si512(xxh3_secret + SCRAMBLE_SECRET);
     while (stripes) {
-        size_t now = stripes < STRIPES_PER_ROUND ? stripes : STRIPES_PER_ROUND;
-        for (size_t n = 0; n < now; n++) {
+        size_t left = STRIPES_PER_ROUND - at, now = stripes < left ? stripes : left;
+        for (size_t n = at; n < at + now; n++) {
             _mm_prefetch((const char *)data + PREFETCH_BYTES, _MM_HINT_T0);
             __m512i value = _mm512_loadu_si512(data);
             LOADED_ONCE(value);
@@ -93,7 +90,8 @@ FOR_AVX512 INLINE void eat_avx512_as(
             if (copying != NO_COPY) to += STRIPE_BYTES;
         }
         stripes -= now;
-        if (now < STRIPES_PER_ROUND) break;
+        if (now < left) break;
+        at = 0;
         sum = _mm512_xor_si512(_mm512_xor_si512(sum, _mm512_srli_epi64(sum, 47)), scramble);
         __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(sum, 32), prime);
         sum = _mm512_add_epi64(_mm512_mul_epu32(sum, prime), _mm512_slli_epi64(high, 32));
@@ -102,21 +100,21 @@ FOR_AVX512 INLINE void eat_avx512_as(
 }
 
 FOR_AVX512 static void eat_avx512(
-    Lanes *lanes, const uint8_t *data, size_t stripes, uint8_t *to, Copying copying
+    Lanes *lanes, size_t at, const uint8_t *data, size_t stripes, uint8_t *to, Copying copying
 ) {
-    if (copying == NO_COPY) eat_avx512_as(lanes, data, stripes, to, NO_COPY);
-    else if (copying == COPY) eat_avx512_as(lanes, data, stripes, to, COPY);
-    else eat_avx512_as(lanes, data, stripes, to, COPY_PAST_CACHES);
+    if (copying == NO_COPY) eat_avx512_as(lanes, at, data, stripes, to, NO_COPY);
+    else if (copying == COPY) eat_avx512_as(lanes, at, data, stripes, to, COPY);
+    else eat_avx512_as(lanes, at, data, stripes, to, COPY_PAST_CACHES);
 }
 
 FOR_AVX2 INLINE void eat_avx2_as(
-    Lanes *lanes, const uint8_t *data, size_t stripes, uint8_t *to, Copying copying
+    Lanes *lanes, size_t at, const uint8_t *data, size_t stripes, uint8_t *to, Copying copying
 ) {
     __m256i sums[2] = {_mm256_load_si256((__m256i *)lanes), _mm256_load_si256((__m256i *)lanes + 1)};
     const __m256i prime = _mm256_set1_epi64x(PRIME32_1);
     while (stripes) {
-        size_t now = stripes < STRIPES_PER_ROUND ? stripes : STRIPES_PER_ROUND;
-        for (size_t n = 0; n < now; n++) {
+        size_t left = STRIPES_PER_ROUND - at, now = stripes < left ? stripes : left;
+        for (size_t n = at; n < at + now; n++) {
             _mm_prefetch((const char *)data + PREFETCH_BYTES, _MM_HINT_T0);
             for (int half = 0; half < 2; half++) {
                 const uint8_t *secret = xxh3_secret + 8 * n + 32 * half;
@@ -137,7 +135,8 @@ FOR_AVX2 INLINE void eat_avx2_as(
             if (copying != NO_COPY) to += STRIPE_BYTES;
         }
         stripes -= now;
-        if (now < STRIPES_PER_ROUND) break;
+        if (now < left) break;
+        at = 0;
         for (int half = 0; half < 2; half++) {
             const uint8_t *secret = xxh3_secret + SCRAMBLE_SECRET + 32 * half;
             __m256i sum = _mm256_xor_si256(sums[half], _mm256_srli_epi64(sums[half], 47));
@@ -151,11 +150,11 @@ FOR_AVX2 INLINE void eat_avx2_as(
 }
 
 FOR_AVX2 static void eat_avx2(
-    Lanes *lanes, const uint8_t *data, size_t stripes, uint8_t *to, Copying copying
+    Lanes *lanes, size_t at, const uint8_t *data, size_t stripes, uint8_t *to, Copying copying
 ) {
-    if (copying == NO_COPY) eat_avx2_as(lanes, data, stripes, to, NO_COPY);
-    else if (copying == COPY) eat_avx2_as(lanes, data, stripes, to, COPY);
-    else eat_avx2_as(lanes, data, stripes, to, COPY_PAST_CACHES);
+    if (copying == NO_COPY) eat_avx2_as(lanes, at, data, stripes, to, NO_COPY);
+    else if (copying == COPY) eat_avx2_as(lanes, at, data, stripes, to, COPY);
+    else eat_avx2_as(lanes, at, data, stripes, to, COPY_PAST_CACHES);
 }
 
 /* Tests lower it, to try what other processors run. */
@@ -172,17 +171,26 @@ static Eat *eat_here(void) {
 static Eat *eat_here(void) { return eat_portable; }
 #endif
 
+Hashing xxh3_begun(void) {
+    return (Hashing){{{PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5,
+                       PRIME32_1}}, 0};
+}
+
+void xxh3_eat(Hashing *hashing, const uint8_t *data, size_t stripes, uint8_t *to, Copying copying) {
+    eat_here()(&hashing->lanes, hashing->stripes % STRIPES_PER_ROUND, data, stripes, to, copying);
+    hashing->stripes += stripes;
+}
+
 static Lanes eat(const uint8_t *data, size_t length, uint8_t *to, Copying copying) {
-    Lanes lanes = {{PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5,
-                    PRIME32_1}};
+    Hashing hashing = xxh3_begun();
     size_t stripes = (length - 1) / STRIPE_BYTES, eaten = stripes * STRIPE_BYTES;
-    eat_here()(&lanes, data, stripes, to, copying);
+    xxh3_eat(&hashing, data, stripes, to, copying);
     if (copying != NO_COPY) {
         memcpy(to + eaten, data + eaten, length - eaten);
         data = to;
     }
-    eat_stripe(&lanes, data + length - STRIPE_BYTES, LAST_SECRET);
-    return lanes;
+    eat_stripe(&hashing.lanes, data + length - STRIPE_BYTES, LAST_SECRET);
+    return hashing.lanes;
 }
 
 static uint64_t merged(const Lanes *lanes, size_t secret, uint64_t hash) {
@@ -192,10 +200,19 @@ static uint64_t merged(const Lanes *lanes, size_t secret, uint64_t hash) {
     return avalanche(hash);
 }
 
+static Hash128 both_merged(const Lanes *lanes, size_t length) {
+    return (Hash128){merged(lanes, 11, length * PRIME64_1),
+                     merged(lanes, SCRAMBLE_SECRET - 11, ~(length * PRIME64_2))};
+}
+
+Hash128 xxh3_128_ended(Hashing *hashing, const uint8_t *last, size_t length) {
+    eat_stripe(&hashing->lanes, last, LAST_SECRET);
+    return both_merged(&hashing->lanes, length);
+}
+
 Hash128 xxh3_128_long(const uint8_t *data, size_t length, uint8_t *to, Copying copying) {
     Lanes lanes = eat(data, length, to, copying);
-    return (Hash128){merged(&lanes, 11, length * PRIME64_1),
-                     merged(&lanes, SCRAMBLE_SECRET - 11, ~(length * PRIME64_2))};
+    return both_merged(&lanes, length);
 }
 
 uint64_t xxh3_64_long(const uint8_t *data, size_t length) {

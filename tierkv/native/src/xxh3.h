@@ -39,6 +39,23 @@ typedef enum { NO_COPY, COPY, COPY_PAST_CACHES } Copying;
 
 extern const uint8_t xxh3_secret[SECRET_BYTES];
 
+#define LANES 8
+
+typedef struct {
+    uint64_t lane[LANES];
+} __attribute__((aligned(64))) Lanes;
+
+/* XXH3 of an input of more than SHORT_MAX bytes that comes in parts: all whole stripes of all but the
+ * input's last byte are eaten, in order; then the last 64 bytes give the hash. */
+typedef struct {
+    Lanes lanes;
+    size_t stripes;
+} Hashing;
+
+Hashing xxh3_begun(void);
+void xxh3_eat(Hashing *hashing, const uint8_t *data, size_t stripes, uint8_t *to, Copying copying);
+Hash128 xxh3_128_ended(Hashing *hashing, const uint8_t *last, size_t length);
+
 /* More than SHORT_MAX bytes. COPY_PAST_CACHES wants ``to`` aligned to STORE_BYTES: what numpy
  * allocates is aligned to no more, and wider stores are hardly faster. */
 Hash128 xxh3_128_long(const uint8_t *data, size_t length, uint8_t *to, Copying copying);
