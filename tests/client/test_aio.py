@@ -176,7 +176,7 @@ def test_a_daemon_that_forgot_the_lease(daemon, run, spec):
 
 def test_a_daemon_that_does_not_come_is_unavailable(daemon, run, spec):
     async def main():
-        async with connect(daemon, reconnect_s=0.2) as client:
+        async with connect(daemon, reconnect_s=0.2, call_timeout_s=0.5) as client:
             ns = await client.namespace(spec)
             sequence = await ns.begin([])
             await asyncio.to_thread(daemon.stop)

@@ -238,7 +238,7 @@ def test_attention_in_the_daemon_is_asked_again_with_its_query(daemon, batch):
 
 
 def test_a_request_that_was_given_up_has_the_scratch_memory_until_it_is_answered(daemon):
-    with tierkv.connect(daemon.path, reconnect_s=0.3) as client:
+    with tierkv.connect(daemon.path, call_timeout_s=0.3) as client:
         ns = client.namespace(make_spec())
         sequence = ns.begin([])
         sequence.reserve(4)

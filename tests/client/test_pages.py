@@ -230,7 +230,7 @@ def test_without_a_daemon_what_is_there_is_read(daemon, client, ns) -> None:
         sequence.write_blocks(0, payload(ns.spec, tokens))
         sequence.append(tokens)
     daemon.stop()
-    client._reconnect_s = 0.05
+    client._limits = client._limits._replace(reconnect_s=0.05)
     pages = engine()
     assert ns.read_pages(tokens, pages, [3, 1]) == 2
     np.testing.assert_array_equal(holds(pages, [3, 1]), payload(ns.spec, tokens))

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import msgspec
 import pytest
 
 import tierkv
@@ -14,7 +15,7 @@ from tests.client.fake_daemon import SLOTS
 from tests.client.test_sync import PROMPT, fill
 from tests.rpc.serving import WAIT_S
 from tierkv.client.sequences import SequenceCore
-from tierkv.errors import InvalidArgument, LeaseLost, Unavailable
+from tierkv.errors import InvalidArgument, LeaseLost, Unavailable, VersionMismatch
 from tierkv.rpc import messages as m
 
 
@@ -92,7 +93,7 @@ def test_a_daemon_that_does_not_come_is_unavailable_and_the_next_call_tries_agai
 
 
 def test_a_daemon_that_does_not_answer_is_unavailable_and_its_late_reply_is_ignored(daemon, spec):
-    with tierkv.connect(daemon.path, reconnect_s=0.3) as client:
+    with tierkv.connect(daemon.path, call_timeout_s=0.3) as client:
         ns = client.namespace(spec)
         daemon.silent.append(m.Stat)
         with pytest.raises(Unavailable, match="in time"):
@@ -359,7 +360,7 @@ def test_tokens_are_recorded_when_their_seal_is_not(daemon, spec):
 
 
 def test_a_begin_that_was_given_up_is_released(daemon, spec):
-    with tierkv.connect(daemon.path, reconnect_s=0.3) as client:
+    with tierkv.connect(daemon.path, call_timeout_s=0.3) as client:
         ns = client.namespace(spec)
         daemon.silent.append(m.Acquire)
         with pytest.raises(Unavailable):
@@ -426,6 +427,23 @@ def test_a_killed_worker_holds_nothing_100_ms_later(daemon, spec):
         daemon.serving.until(lambda: not daemon.leases)
         assert time.perf_counter() - killed_at < 0.1
     assert len(daemon.free) == SLOTS - 1
+
+
+def test_a_ping_tells_an_absence_from_what_does_not_pass_by_itself(daemon):
+    with tierkv.connect(daemon.path, reconnect_s=0) as client:
+        assert client.ping()
+        daemon.stop()
+        assert not client.ping()
+        daemon.start()
+        assert client.ping()
+        assert client.epoch == 2
+        greet = daemon.greeting
+        daemon.greeting = lambda: msgspec.structs.replace(greet(), version=99)
+        daemon.restart()
+        with pytest.raises(VersionMismatch, match="99"):
+            client.ping()
+    with pytest.raises(Unavailable, match="closed"):
+        client.ping()
 
 
 def test_a_foreign_sequence_cannot_be_released(daemon, client, ns, spec):

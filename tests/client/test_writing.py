@@ -233,10 +233,10 @@ def test_a_lost_lease_in_the_midst_of_it_costs_another_copy(daemon, ns):
 def test_a_write_that_fails_leaves_no_room_behind(daemon, client, ns):
     write(ns, prompt(39))
     daemon.silent.append(m.Store)
-    client._reconnect_s = 0.3
+    client._limits = client._limits._replace(call_timeout_s=0.3)
     with pytest.raises(tierkv.errors.Unavailable):
         write(ns, prompt(40))
-    client._reconnect_s = 5
+    client._limits = client._limits._replace(call_timeout_s=5)
     assert write(ns, prompt(41)) == STOCK
     assert len(held(daemon, ns)) == 1
 

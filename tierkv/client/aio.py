@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
+import time
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -17,10 +20,12 @@ from tierkv.client.attach import (
     connect_failure,
     default_socket_path,
     hangup_poll,
+    nobody_serves,
     wire_error,
 )
 from tierkv.client.core import SENDS_MAX, Ask, ClientCore, Steps
 from tierkv.client.namespaces import NamespaceCore, open_namespace
+from tierkv.client.patience import Limits, Patience
 from tierkv.client.sequences import ExtraKeys, FoundPrefix, SequenceCore
 from tierkv.client.tokens import TokenIds
 from tierkv.client.views import NamespaceViews, SequenceViews, Where
@@ -43,6 +48,7 @@ def connect(
     socket_path: str | os.PathLike[str] | None = None,
     *,
     timeout_s: float = 5.0,
+    call_timeout_s: float = 30.0,
     reconnect_s: float = 30.0,
     name: str = "",
     populate: bool = True,
@@ -52,9 +58,8 @@ def connect(
     Arguments and errors are those of ``tierkv.connect``.
     """
     path = default_socket_path() if socket_path is None else Path(socket_path)
-    return Connecting(
-        Client(path, timeout_s=timeout_s, reconnect_s=reconnect_s, name=name, populate=populate)
-    )
+    limits = Limits(timeout_s, call_timeout_s, reconnect_s)
+    return Connecting(Client(path, limits, name=name, populate=populate))
 
 
 class Connecting:
@@ -84,19 +89,15 @@ class Client:
     if that does not succeed in time they raise Unavailable, and the next call tries again.
     """
 
-    def __init__(
-        self, path: Path, *, timeout_s: float, reconnect_s: float, name: str, populate: bool
-    ) -> None:
+    def __init__(self, path: Path, limits: Limits, *, name: str, populate: bool) -> None:
         self._path = path
         self._populate = populate
-        self._timeout_s = timeout_s
-        self._reconnect_s = reconnect_s
+        self._limits = limits
         self._core = ClientCore(name)
         self._link: Link | None = None
         self._attaching = asyncio.Lock()
         self._scratch = asyncio.Lock()
         self._closed = False
-        self._last_loss = "no attempt yet"
 
     def __repr__(self) -> str:
         return f"<Client of {self._path}, lease {self._core.lease}, epoch {self._core.epoch}>"
@@ -130,9 +131,19 @@ class Client:
         """The daemon's status document."""
         return await self._run(self._core.stat())
 
+    async def ping(self) -> bool:
+        """Whether the daemon answers. See the blocking client."""
+        self._check_open()
+        try:
+            await self._run(self._core.ping())
+        except Unavailable:
+            self._check_open()
+            return False
+        return True
+
     async def flush(self, *, timeout_s: float = 600.0) -> None:
         """Return when all that was sealed is on disk. Raises TierFailed if that takes none."""
-        await self._run(self._core.flush(), timeout_s)
+        await self._run(self._core.flush(), self._limits.patience(timeout_s))
 
     async def close(self) -> None:
         """End the lease, and with it all sequences. Never raises; calling it again does nothing."""
@@ -153,34 +164,45 @@ class Client:
     # --- driving verbs ----------------------------------------------------------------------------
 
     async def _run(
-        self, steps: Steps[T], timeout_s: float | None = None, *, by_scratch: bool = False
+        self, steps: Steps[T], patience: Patience | None = None, *, by_scratch: bool = False
     ) -> T:
         """Run a verb to its end, attaching again as often as needed until the time is up."""
         self._core.check_process()
-        limit_s = self._reconnect_s if timeout_s is None else timeout_s
+        patience = self._limits.patience() if patience is None else patience
         exchange = self._exchange_by_scratch if by_scratch else self._exchange
-        return await self._bounded(_drive(steps, exchange), limit_s)
+        return await _drive(steps, partial(exchange, patience))
+
+    async def _run_and_release(self, steps: Steps[T]) -> T:
+        """The same for a verb that ends sequences of its own, in the same time."""
+        patience = self._limits.patience()
+        try:
+            return await self._run(steps, patience)
+        finally:
+            await self._release_orphans(patience.answer_by_s)
 
     async def _open(self) -> None:
-        await self._bounded(self._attached(), self._timeout_s)
+        await self._attached(self._limits.opening())
 
-    async def _bounded(self, work: Awaitable[T], limit_s: float) -> T:
+    async def _answer(self, work: Awaitable[T], by_s: float) -> T:
+        """What the daemon answers. Raises Unavailable if the time is up before."""
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(by_s - time.monotonic()):
                 return await work
         except TimeoutError as error:
-            alive = self._link is not None and self._link.alive
-            why = "the daemon did not answer" if alive else self._last_loss
-            raise Unavailable(f"{self._path}: {why} (waited {limit_s:g} s)") from error
+            raise Unavailable(f"{self._path}: the daemon did not answer in time") from error
 
-    async def _release_orphans(self) -> None:
-        """Best effort: what is not released now is, with the lease or before the next begin."""
+    async def _release_orphans(self, by_s: float = math.inf) -> None:
+        """Best effort: what is not released now is, with the lease or before the next begin.
+
+        It waits until ``by_s``, or as long as for any call.
+        """
         link = self._link
         if link is None or not link.alive:
             return
-        steps = self._core.release_orphans()
+        by_s = min(by_s, time.monotonic() + self._limits.attempt_s)
+        released = _drive(self._core.release_orphans(), lambda ask: link.call(ask()))
         with suppress(TierkvError, ConnectionLost):
-            await self._bounded(_drive(steps, lambda ask: link.call(ask())), self._timeout_s)
+            await self._answer(released, by_s)
 
     def _check_open(self) -> None:
         """Raise InvalidArgument in a forked child, Unavailable after ``close``."""
@@ -193,38 +215,49 @@ class Client:
         if self._link is not None and self._link.alive:
             self._link.offer(namespace.tell_uses())
 
-    async def _exchange(self, ask: Ask) -> Reply:
+    async def _exchange(self, patience: Patience, ask: Ask) -> Reply:
         for _ in range(SENDS_MAX):
-            link = await self._attached()
+            link = await self._attached(patience)
             try:
-                return await link.call(ask())
+                return await self._answer(link.call(ask()), patience.answer_by_s)
             except ConnectionLost:
                 continue
         raise Unavailable(f"the daemon was lost {SENDS_MAX} times over the same request")
 
-    async def _exchange_by_scratch(self, ask: Ask) -> Reply:
+    async def _exchange_by_scratch(self, patience: Patience, ask: Ask) -> Reply:
         """The same for what is asked by way of the scratch memory, which the ask writes into."""
         if self._link is not None:
-            await self._link.settle()
-        return await self._exchange(ask)
+            await self._answer(self._link.settle(), patience.answer_by_s)
+        return await self._exchange(patience, ask)
 
-    async def _attached(self) -> Link:
+    async def _attached(self, patience: Patience) -> Link:
         if self._link is not None and self._link.alive:
             return self._link
-        async with self._attaching:
-            delays_s = backoff_delays_s()
-            while self._link is None or not self._link.alive:
-                if self._closed:
-                    raise Unavailable("this client is closed")
-                try:
-                    async with asyncio.timeout(self._timeout_s):
-                        self._link = await self._attempt()
-                except (ConnectionLost, NotReady, TimeoutError) as error:
-                    self._last_loss = f"no daemon serves: {error}"
-                    await asyncio.sleep(next(delays_s))
-            if self._closed:  # by another task, which did not see this link
-                self._link.close()
-            return self._link
+        asked_s = time.monotonic()
+        await self._answer(self._attaching.acquire(), asked_s + patience.longest_s)
+        try:
+            patience.was_away(time.monotonic() - asked_s)
+            return await self._attach(patience)
+        finally:
+            self._attaching.release()
+
+    async def _attach(self, patience: Patience) -> Link:
+        delays_s = backoff_delays_s()
+        while self._link is None or not self._link.alive:
+            if self._closed:
+                raise Unavailable("this client is closed")
+            by_s = patience.attempt_by_s(self._limits.timeout_s)
+            try:
+                async with asyncio.timeout(by_s - time.monotonic()):
+                    self._link = await self._attempt()
+            except (ConnectionLost, NotReady, TimeoutError) as error:
+                delay_s = next(delays_s)
+                if not patience.may_wait(delay_s):
+                    raise nobody_serves(self._path, error) from error
+                await asyncio.sleep(delay_s)
+        if self._closed:  # by another task, which did not see this link
+            self._link.close()
+        return self._link
 
     async def _attempt(self) -> Link:
         loop = asyncio.get_running_loop()
@@ -514,10 +547,7 @@ class Namespace(NamespaceViews):
         reading = self._core.read_here(token_ids, rows, extra_keys, first)
         copied = reading.copied
         if not reading.done:
-            try:
-                copied = await self._client._run(self._core.read_on(reading, extra_keys))
-            finally:
-                await self._client._release_orphans()
+            copied = await self._client._run_and_release(self._core.read_on(reading, extra_keys))
         if self._core.uses.due:
             self._client._tell_uses(self._core)
         return copied
@@ -534,7 +564,9 @@ class Namespace(NamespaceViews):
 
         The copy is made on the event loop: write a long prompt in pieces.
         """
-        return await self._write(self._core.write(token_ids, data, first, extra_keys))
+        return await self._client._run_and_release(
+            self._core.write(token_ids, data, first, extra_keys)
+        )
 
     async def write_pages(
         self,
@@ -547,13 +579,9 @@ class Namespace(NamespaceViews):
     ) -> int:
         """``write`` out of an engine's pages, part by part. See the blocking client."""
         rows = self._core.paged(pages, ids, writable=False)
-        return await self._write(self._core.write_pages(token_ids, rows, first, extra_keys))
-
-    async def _write(self, steps: Steps[int]) -> int:
-        try:
-            return await self._client._run(steps)
-        finally:
-            await self._client._release_orphans()
+        return await self._client._run_and_release(
+            self._core.write_pages(token_ids, rows, first, extra_keys)
+        )
 
     async def attention(
         self,

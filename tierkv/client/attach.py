@@ -222,7 +222,8 @@ def connect_failure(path: Path, error: OSError) -> Exception:
 def nobody_serves(path: Path, error: Exception) -> Unavailable:
     """What a worker hears that has waited long enough."""
     hint = "" if isinstance(error, NotReady) else "; start a daemon by `tierkv serve`"
-    return Unavailable(f"no daemon serves on {path}: {error}{hint}")
+    why = str(error) or "it did not answer in time"
+    return Unavailable(f"no daemon serves on {path}: {why}{hint}")
 
 
 def hangup_poll(fd: int) -> select.poll:

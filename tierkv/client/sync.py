@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import struct
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -25,6 +27,7 @@ from tierkv.client.attach import (
 )
 from tierkv.client.core import SENDS_MAX, Ask, ClientCore, Steps
 from tierkv.client.namespaces import NamespaceCore, open_namespace
+from tierkv.client.patience import Limits, Patience
 from tierkv.client.sequences import ExtraKeys, FoundPrefix, SequenceCore
 from tierkv.client.tokens import TokenIds
 from tierkv.client.views import NamespaceViews, SequenceViews, Where
@@ -45,15 +48,12 @@ T = TypeVar("T")
 POSTED_MAX = 16
 """Requests whose replies nobody waits for; the daemon stops reading from whom it owes many."""
 
-TICK_S = 0.2
-"""How often a wait looks at its deadline. A socket timeout in Python costs a second system call
-per receive; the kernel's own costs none, but is set once."""
-
 
 def connect(
     socket_path: str | os.PathLike[str] | None = None,
     *,
     timeout_s: float = 5.0,
+    call_timeout_s: float = 30.0,
     reconnect_s: float = 30.0,
     name: str = "",
     populate: bool = True,
@@ -61,17 +61,18 @@ def connect(
     """Connect a worker to the daemon; use as a context manager.
 
     ``socket_path`` defaults to TIERKV_SOCKET, the user's own daemon, or the system's.
-    ``timeout_s`` bounds this call and each later attempt to connect; ``reconnect_s`` is the
-    longest any later call takes, waiting for a daemon that restarts included. ``name`` shows in
-    the daemon's status. ``populate``: map the pools that are opened in the background, on a thread
-    that then ends; else each page takes a page fault when this process first touches it.
+    ``timeout_s`` bounds this call and each later attempt to connect. ``call_timeout_s`` is the
+    longest any later call takes with a daemon that is there, and ``reconnect_s`` the longest it
+    waits for one that is gone, or starts: 0 means one attempt at once. Both together bound a call
+    that meets both. ``name`` shows in the daemon's status. ``populate``: map the pools that are
+    opened in the background, on a thread that then ends; else each page takes a page fault when
+    this process first touches it.
 
     Raises Unavailable when no daemon serves in time, VersionMismatch, NotOwner, LimitExceeded.
     """
     path = default_socket_path() if socket_path is None else Path(socket_path)
-    client = Client(
-        path, timeout_s=timeout_s, reconnect_s=reconnect_s, name=name, populate=populate
-    )
+    limits = Limits(timeout_s, call_timeout_s, reconnect_s)
+    client = Client(path, limits, name=name, populate=populate)
     client._open()
     return client
 
@@ -83,13 +84,10 @@ class Client:
     if that does not succeed in time it raises Unavailable, and the call after it tries again.
     """
 
-    def __init__(
-        self, path: Path, *, timeout_s: float, reconnect_s: float, name: str, populate: bool
-    ) -> None:
+    def __init__(self, path: Path, limits: Limits, *, name: str, populate: bool) -> None:
         self._path = path
         self._populate = populate
-        self._timeout_s = timeout_s
-        self._reconnect_s = reconnect_s
+        self._limits = limits
         self._core = ClientCore(name)
         self._lock = threading.Lock()
         self._link: Link | None = None
@@ -133,9 +131,23 @@ class Client:
         """The daemon's status document."""
         return self._run(self._core.stat())
 
+    def ping(self) -> bool:
+        """Whether the daemon answers; takes the lease up again if the connection is gone.
+
+        Takes as long as any call, and costs the daemon next to nothing. What does not pass by
+        itself is raised: a client that is closed, VersionMismatch, NotOwner, LimitExceeded.
+        """
+        self._check_open()
+        try:
+            self._run(self._core.ping())
+        except Unavailable:
+            self._check_open()
+            return False
+        return True
+
     def flush(self, *, timeout_s: float = 600.0) -> None:
         """Return when all that was sealed is on disk. Raises TierFailed if that takes none."""
-        self._run(self._core.flush(), timeout_s)
+        self._run(self._core.flush(), self._limits.patience(timeout_s))
 
     def close(self) -> None:
         """End the lease, and with it all sequences. Never raises; calling it again does nothing."""
@@ -156,33 +168,45 @@ class Client:
     # --- driving verbs ----------------------------------------------------------------------------
 
     def _run(
-        self, steps: Steps[T], timeout_s: float | None = None, *, by_scratch: bool = False
+        self, steps: Steps[T], patience: Patience | None = None, *, by_scratch: bool = False
     ) -> T:
         """Run a verb to its end, attaching again as often as needed until the time is up."""
         self._core.check_process()
-        deadline = time.monotonic() + (self._reconnect_s if timeout_s is None else timeout_s)
+        patience = self._limits.patience() if patience is None else patience
         exchange = self._exchange_by_scratch if by_scratch else self._exchange
-        self._take_turn(deadline)
+        self._take_turn(patience)
         try:
-            return _drive(steps, exchange, deadline)
+            return _drive(steps, partial(exchange, patience))
         finally:
             self._lock.release()
 
-    def _open(self) -> None:
-        self._attach(time.monotonic() + self._timeout_s)
+    def _run_and_release(self, steps: Steps[T]) -> T:
+        """The same for a verb that ends sequences of its own, in the same time."""
+        patience = self._limits.patience()
+        try:
+            return self._run(steps, patience)
+        finally:
+            self._release_orphans(patience.answer_by_s)
 
-    def _release_orphans(self) -> None:
-        """Best effort: what is not released now is, with the lease or before the next begin."""
+    def _open(self) -> None:
+        self._attach(self._limits.opening())
+
+    def _release_orphans(self, by_s: float = math.inf) -> None:
+        """Best effort: what is not released now is, with the lease or before the next begin.
+
+        It waits until ``by_s``, or as long as for any call.
+        """
         link = self._link
         if link is None or not link.alive:
             return
-        deadline = time.monotonic() + self._timeout_s
-        with suppress(TierkvError, ConnectionLost):
-            self._take_turn(deadline)
-            try:
-                link.post(self._core.release_orphans(), deadline)
-            finally:
-                self._lock.release()
+        by_s = min(by_s, time.monotonic() + self._limits.attempt_s)
+        if not self._lock.acquire(timeout=max(by_s - time.monotonic(), 0)):
+            return
+        try:
+            with suppress(TierkvError, ConnectionLost):
+                link.post(self._core.release_orphans(), by_s)
+        finally:
+            self._lock.release()
 
     def _check_open(self) -> None:
         """Raise InvalidArgument in a forked child, Unavailable after ``close``."""
@@ -197,43 +221,45 @@ class Client:
             return
         try:
             with suppress(TierkvError, ConnectionLost):
-                link.offer(namespace.tell_uses(), time.monotonic() + self._timeout_s)
+                link.offer(namespace.tell_uses(), time.monotonic() + self._limits.attempt_s)
         finally:
             self._lock.release()
 
-    def _take_turn(self, deadline: float) -> None:
-        if not self._lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
+    def _take_turn(self, patience: Patience) -> None:
+        link, asked_s = self._link, time.monotonic()
+        if not self._lock.acquire(timeout=patience.longest_s):
             raise Unavailable(f"{self._path}: another thread's call still waits for the daemon")
+        if self._link is not link or link is None or not link.alive:
+            patience.was_away(time.monotonic() - asked_s)
 
-    def _exchange(self, ask: Ask, deadline: float) -> Reply:
+    def _exchange(self, patience: Patience, ask: Ask) -> Reply:
         for _ in range(SENDS_MAX):
             link = self._link
             if link is None or not link.alive:
-                link = self._attach(deadline)
+                link = self._attach(patience)
             try:
-                return link.exchange(ask, deadline)
+                return link.exchange(ask, patience.answer_by_s)
             except ConnectionLost:
                 continue
         raise Unavailable(f"the daemon was lost {SENDS_MAX} times over the same request")
 
-    def _exchange_by_scratch(self, ask: Ask, deadline: float) -> Reply:
+    def _exchange_by_scratch(self, patience: Patience, ask: Ask) -> Reply:
         """The same for what is asked by way of the scratch memory, which the ask writes into."""
         if self._link is not None and self._link.alive:
             with suppress(ConnectionLost):
-                self._link.settle(deadline)
-        return self._exchange(ask, deadline)
+                self._link.settle(patience.answer_by_s)
+        return self._exchange(patience, ask)
 
-    def _attach(self, deadline: float) -> Link:
+    def _attach(self, patience: Patience) -> Link:
         delays_s = backoff_delays_s()
         while True:
             if self._closed:
                 raise Unavailable("this client is closed")
-            attempt_deadline = min(deadline, time.monotonic() + self._timeout_s)
             try:
-                self._link = self._attempt(attempt_deadline)
+                self._link = self._attempt(patience.attempt_by_s(self._limits.timeout_s))
             except (ConnectionLost, NotReady) as error:
                 delay_s = next(delays_s)
-                if time.monotonic() + delay_s >= deadline:
+                if not patience.may_wait(delay_s):
                     raise nobody_serves(self._path, error) from error
                 time.sleep(delay_s)
                 continue
@@ -252,7 +278,7 @@ class Client:
                 sock.settimeout(max(deadline - time.monotonic(), 0.001))
                 opening.receive(sock)
             arena, scratch = opening.memory(self._core.arena, populate=self._populate)
-            link = Link(sock, opening.decoder)
+            link = Link(sock, opening.decoder, self._limits.tick_s)
             self._take_up_lease(link, arena, scratch, deadline)
             return link
         except BaseException as error:
@@ -264,7 +290,7 @@ class Client:
 
     def _take_up_lease(self, link: Link, arena: MappedArena, scratch: U8, deadline: float) -> None:
         try:
-            _drive(self._core.attach(arena, scratch), link.exchange, deadline)
+            _drive(self._core.attach(arena, scratch), lambda ask: link.exchange(ask, deadline))
         except Unavailable as error:  # in this attempt; there may be time for another
             raise ConnectionLost(error.message) from error
 
@@ -272,9 +298,9 @@ class Client:
 class Link:
     """One connection that sends a request and waits for its reply, now or along with the next."""
 
-    def __init__(self, sock: socket.socket, decoder: FrameDecoder) -> None:
+    def __init__(self, sock: socket.socket, decoder: FrameDecoder, tick_s: float) -> None:
         sock.setblocking(True)
-        tick = struct.pack("ll", 0, int(TICK_S * 1e6))
+        tick = struct.pack("ll", 0, int(tick_s * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
         self.alive = True
@@ -444,13 +470,13 @@ class Link:
             raise Unavailable("the daemon did not answer in time")
 
 
-def _drive(steps: Steps[T], exchange: Callable[[Ask, float], Reply], deadline: float) -> T:
+def _drive(steps: Steps[T], exchange: Callable[[Ask], Reply]) -> T:
     """Run a verb: every ask it yields goes through ``exchange``, whose errors it gets too."""
     try:
         ask = next(steps)
         while True:
             try:
-                reply = exchange(ask, deadline)
+                reply = exchange(ask)
             except Exception as error:
                 ask = steps.throw(error)
             else:
@@ -619,10 +645,7 @@ class Namespace(NamespaceViews):
         reading = self._core.read_here(token_ids, rows, extra_keys, first)
         copied = reading.copied
         if not reading.done:
-            try:
-                copied = self._client._run(self._core.read_on(reading, extra_keys))
-            finally:
-                self._client._release_orphans()
+            copied = self._client._run_and_release(self._core.read_on(reading, extra_keys))
         if self._core.uses.due:
             self._client._tell_uses(self._core)
         return copied
@@ -647,7 +670,7 @@ class Namespace(NamespaceViews):
         until the client closes: the next call writes into that. Raises PoolExhausted,
         InvalidArgument, TierFailed.
         """
-        return self._write(self._core.write(token_ids, data, first, extra_keys))
+        return self._client._run_and_release(self._core.write(token_ids, data, first, extra_keys))
 
     def write_pages(
         self,
@@ -664,13 +687,9 @@ class Namespace(NamespaceViews):
         that lie in the device tier already are neither copied nor sent.
         """
         rows = self._core.paged(pages, ids, writable=False)
-        return self._write(self._core.write_pages(token_ids, rows, first, extra_keys))
-
-    def _write(self, steps: Steps[int]) -> int:
-        try:
-            return self._client._run(steps)
-        finally:
-            self._client._release_orphans()
+        return self._client._run_and_release(
+            self._core.write_pages(token_ids, rows, first, extra_keys)
+        )
 
     def attention(
         self,
