@@ -103,9 +103,11 @@ class Attachment:
             self._client = self._connect()
             namespaces = tuple(self._client.namespace(spec) for spec in self._specs)
         except TierkvError as error:
-            refused = isinstance(error, REFUSED)
             self._say(logging.WARNING, f"no daemon to use, going on without it: {error}")
-            return REFUSED_RETRY_S if refused else RETRY_S
+            return REFUSED_RETRY_S if isinstance(error, REFUSED) else RETRY_S
+        except Exception as error:  # an engine must not lose its cache for good over our fault
+            self._say(logging.ERROR, f"cannot attach, going on without the daemon: {error!r}")
+            return REFUSED_RETRY_S
         with self._change:
             self._namespaces = namespaces
             self._change.notify_all()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from tierkv.client.tokens import token_array
 from tierkv.core.ids import U32
 
 if TYPE_CHECKING:
@@ -47,14 +48,17 @@ class ChainOf:
         self._plain = not (owner or _has_keys(request))
 
     def first(self, blocks: int) -> Chain:
-        """The first ``blocks`` blocks, whose tokens the request must have."""
+        """The first ``blocks`` blocks, whose tokens the request must have.
+
+        Raises InvalidArgument if one of these is no token id (a place that is still to be filled).
+        """
         wanted = blocks * self._block_tokens
         if getattr(self._request, "resumable", False):
             # A session's next message may replace tokens of the last answer.
             self._tokens, self._keys, self._item = self._tokens[:0], [], 0
         known = len(self._tokens)
         if known < wanted:
-            new = np.array(self._request.all_token_ids[known:wanted], np.uint32)
+            new = token_array(self._request.all_token_ids[known:wanted])
             self._tokens = np.concatenate([self._tokens, new])
         return Chain(self._tokens[:wanted], None if self._plain else self._keys_of(blocks))
 

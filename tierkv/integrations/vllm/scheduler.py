@@ -112,8 +112,9 @@ class SchedulerSide:
             return
         size = self._geometry.block_tokens
         first, stop = tracked.computed // size, (tracked.computed + tokens) // size
+        chain = tracked.chain.first(stop)  # as in the lookup, so all tokens are there
         rows = self._geometry.rows(self._own(tables), first, stop)
-        self._loads.append(Load(request.request_id, tracked.chain.first(stop), first, rows))
+        self._loads.append(Load(request.request_id, chain, first, rows))
         tracked.noted = max(tracked.noted, stop)
         tracked.loading = frozenset(rows[rows >= 0].tolist())
         self._stats.add("hit_tokens", tokens)
@@ -237,8 +238,9 @@ class SchedulerSide:
         namespaces = self._attachment.namespaces if self._attachment is not None else None
         if namespaces is None or tracked.chain is None:
             return 0, 0
-        chain, on_disk = tracked.chain.first(usable), 0
+        on_disk = 0
         try:
+            chain = tracked.chain.first(usable)
             for namespace in namespaces:
                 chain, disk = self._find_in(namespace, chain)
                 on_disk = max(on_disk, disk)
@@ -268,10 +270,14 @@ class SchedulerSide:
         full = min(computed, known) // self._geometry.block_tokens
         if full <= tracked.noted:
             return None
+        try:
+            chain = tracked.chain.first(full)
+        except InvalidArgument as error:
+            log.warning("request %s is not saved: %s", request.request_id, error)
+            tracked.saves = False
+            return None
         first, tracked.noted = tracked.noted, full
-        save = Save(
-            next(self._numbers), tracked.chain.first(full), self._geometry.rows(tables, 0, full)
-        )
+        save = Save(next(self._numbers), chain, self._geometry.rows(tables, 0, full))
         if self._events is not None:
             self._events.expect(save.number, request, first, full)
         return save
