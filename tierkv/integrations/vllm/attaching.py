@@ -23,6 +23,7 @@ def attachment(
         return connect(
             settings.socket or None,
             timeout_s=CONNECT_S,
+            call_timeout_s=call_timeout_s,
             reconnect_s=0.0,
             name=f"vllm-{os.getpid()}-{part}",
         )

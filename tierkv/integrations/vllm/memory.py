@@ -12,9 +12,13 @@ from tierkv.core.ids import I32, U8
 from tierkv.integrations.vllm.chain import Chain
 from tierkv.integrations.vllm.geometry import Geometry
 from tierkv.integrations.vllm.pages import EnginePages
+from tierkv.native.pages import Pages
 
 STAGED_BYTES = 64 << 20
-"""What is copied at once: a memory of this size for loads, and one for saves."""
+"""What is copied at once by way of staging memory: one of this size for loads, one for saves."""
+
+LOADED_BYTES = 256 << 20
+"""What one call loads: the time that the daemon may take is for so much."""
 
 
 class EngineMemory:
@@ -25,6 +29,7 @@ class EngineMemory:
         self.block_bytes = self.pages.block_bytes
         self.staged_blocks = max(1, STAGED_BYTES // self.block_bytes)
         self._on_gpu = self.pages.device.type == "cuda"
+        self._direct = self.pages.as_client_pages()
         self._loading: torch.Tensor | None = None
         self._saving: torch.Tensor | None = None
         self._streams: dict[str, Any] = {}
@@ -57,6 +62,27 @@ class EngineMemory:
 
     def load(self, namespace: Namespace, chain: Chain, first: int, rows: I32) -> int:
         """Copy blocks of ``chain`` from ``first`` on into ``rows``; how many, from the first on."""
+        if self._direct is not None:
+            return self._load_direct(namespace, chain, first, rows, self._direct)
+        return self._load_staged(namespace, chain, first, rows)
+
+    def _load_direct(
+        self, namespace: Namespace, chain: Chain, first: int, rows: I32, pages: Pages
+    ) -> int:
+        at_once, loaded = max(1, LOADED_BYTES // self.block_bytes), 0
+        while loaded < len(rows):
+            piece = rows[loaded : loaded + at_once, 0]
+            at = first + loaded
+            part = chain.first(at + len(piece), namespace.spec.block_tokens)
+            copied = namespace.read_pages(
+                part.tokens, pages, piece, first=at, extra_keys=part.extra_keys
+            )
+            loaded += copied
+            if copied < len(piece):
+                break
+        return loaded
+
+    def _load_staged(self, namespace: Namespace, chain: Chain, first: int, rows: I32) -> int:
         if self._loading is None:
             self._loading = self._staging()
         with namespace.begin(chain.tokens, keep=0, extra_keys=chain.extra_keys) as sequence:

@@ -15,6 +15,7 @@ import torch
 from tierkv.core.ids import I32
 from tierkv.errors import InvalidArgument
 from tierkv.integrations.vllm.geometry import Geometry
+from tierkv.native.pages import Pages
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class EnginePages:
         self.device = self.pieces[0].memory.device
         if any(piece.memory.device != self.device for piece in self.pieces):
             raise InvalidArgument("the KV cache lies on several devices; tierkv copies from one")
+
+    def as_client_pages(self) -> Pages | None:
+        """For copies without staging: of host memory, when one block id tells all pieces."""
+        if self.device.type != "cpu" or any(piece.column for piece in self.pieces):
+            return None
+        return Pages(piece.memory.numpy() for piece in self.pieces)
 
     def gather(self, rows: I32, out: torch.Tensor) -> None:
         """Copy blocks out of the engine: ``rows`` [n, columns] of ids, ``out`` u8 [n, bytes]."""
