@@ -85,7 +85,7 @@ def test_while_a_layer_is_computed(
             pool = attached.namespace.blocks
             stroke(own_daemon)
             if stroke is not restarts:
-                pool.zero_()
+                pool.normal_(std=20)
 
     model.model.layers[1].register_forward_hook(strike)
     got = model.generate(prompt(100), **GREEDY)
@@ -188,7 +188,7 @@ def test_nothing_is_held_in_the_end(own_daemon: DemoDaemon, model: Any, attached
 def test_a_daemon_that_hangs(own_daemon: DemoDaemon, model: Any) -> None:
     """It is stopped for good in the middle: the generation goes on after the client's time."""
     expected = llama().generate(prompt(100), **GREEDY)
-    with tierkv.connect(own_daemon.socket, reconnect_s=0.5) as client:
+    with tierkv.connect(own_daemon.socket, call_timeout_s=0.5, reconnect_s=0.5) as client:
         attached = attach(model, client)
         pid = own_daemon._process.pid
         streamer = Tokens(10, lambda: os.kill(pid, signal.SIGSTOP))

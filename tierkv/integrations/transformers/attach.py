@@ -25,8 +25,12 @@ from tierkv.integrations.transformers.models import check_model, spec_of
 
 log = logging.getLogger(__name__)
 
+CALL_S = 10.0
+"""How long a generation waits for a daemon that hangs, before it goes on without."""
+
 AWAY_S = 2.0
-"""How long a daemon that was not to be had is not asked again: nobody waits for it each time."""
+"""How long a generation waits for a daemon that is gone and may come back. A daemon that did not is
+not asked again for as long, so that nobody waits for it each time."""
 
 
 def attach(
@@ -51,7 +55,7 @@ def attach(
     """
     check_model(model)
     if client is None:
-        client = connect(name="transformers", reconnect_s=AWAY_S)
+        client = connect(name="transformers", call_timeout_s=CALL_S, reconnect_s=AWAY_S)
     return Attached(model, client, block_tokens, salt, patch_generate=patch_generate, check=check)
 
 
