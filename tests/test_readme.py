@@ -57,7 +57,7 @@ def _arenas(state_dir: Path) -> list[Path]:
 
 
 def test_the_client_example_runs_as_written(environment: dict[str, str]) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    blocks = re.findall(r"```python\n(import tierkv\n.*?)```", README, re.DOTALL)
     assert len(blocks) == 1
     assert blocks[0] == (ROOT / "examples" / "quickstart.py").read_text()
     assert len([line for line in blocks[0].splitlines() if line.strip()]) <= 15
