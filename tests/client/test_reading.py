@@ -86,6 +86,24 @@ def test_what_the_directory_misses_is_read_from_a_sequence(daemon, ns, client, c
     assert daemon.held() == {}
 
 
+def test_a_block_that_is_damaged_is_told_of_and_asked_for_once_more(
+    daemon, ns, client, spec, cached, out
+):
+    with ns.begin(PROMPT) as sequence:
+        ns.pool[sequence.block_table[1], 5] ^= 1
+    client.stat()
+    daemon.requests.clear()
+    assert ns.read(PROMPT, out) == 1
+    assert np.array_equal(out[0], cached[0])
+    client.stat()
+    kinds = [type(request) for request in daemon.requests if not isinstance(request, m.Stat)]
+    assert kinds == [m.Lookup, m.Acquire, m.Release, m.Used, m.Acquire, m.Release]
+    (used,) = told(daemon)
+    assert (used.hashes, used.missed) == (b"", 0)
+    assert used.damaged == names(spec)[1:].tobytes()
+    assert daemon.held() == {}
+
+
 @pytest.mark.usefixtures("at_once")
 def test_blocks_that_were_read_are_told_of_leaf_to_root(daemon, client, ns, spec, cached, out):
     ns.read(PROMPT, out)

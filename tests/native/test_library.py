@@ -149,6 +149,7 @@ def test_all_works_on_the_loops_in_python() -> None:
     """The suites that use the loops most, in a process that is told not to use C."""
     suites = (
         *("tests/tiers", "tests/client/test_sync.py", "tests/client/test_reading.py"),
+        *("tests/client/test_pages.py", "tests/client/test_writing.py"),
         "tests/manager",
     )
     done = subprocess.run(

@@ -108,6 +108,49 @@ def test_what_lies_below_is_written_to_the_device_tier(ns, client) -> None:
     assert get(ns, ids) == BLOCKS
 
 
+def damage(ns, ids: np.ndarray, block: int) -> None:
+    """Flip a bit of a block where it lies in the device tier."""
+    with ns.begin(ids, keep=0) as sequence:
+        ns.pool[sequence.block_table[block], 100] ^= 1
+
+
+def test_a_block_that_was_damaged_in_memory_comes_from_the_disk(ns, client, daemon) -> None:
+    ids = tokens(BLOCKS, seed=700)
+    put(ns, ids)
+    client.flush()
+    for block in (3, 11):
+        damage(ns, ids, block)
+    before = daemon.metrics()['tierkv_checksum_failures_total{tier="device"}']
+    assert get(ns, ids) == BLOCKS
+    assert daemon.metrics()['tierkv_checksum_failures_total{tier="device"}'] == before + 2
+    assert get(ns, ids) == BLOCKS
+    damage(ns, ids, 5)
+    assert get(ns, ids, 4) == BLOCKS - 4
+
+
+def test_or_is_missing_until_it_is_written_again() -> None:
+    with running(sized(SLOTS, 0, 0)) as daemon, daemon.connect() as client:
+        ns, ids = client.namespace(PACKED), tokens(BLOCKS, seed=701)
+        put(ns, ids)
+        damage(ns, ids, 7)
+        assert get(ns, ids) == 7
+        assert ns.lookup(ids).tokens == 7 * BLOCK
+        assert put(ns, ids) == BLOCKS
+        assert get(ns, ids) == BLOCKS
+        with ns.begin(ids, keep=0) as holder:  # what others use cannot go
+            damage(ns, ids, 9)
+            assert get(ns, ids) == 9
+            assert len(holder.block_table) == BLOCKS
+        assert get(ns, ids) == 9
+        assert put(ns, ids, 9) == BLOCKS - 9
+        assert get(ns, ids) == BLOCKS
+        rows = np.zeros((BLOCKS, PACKED.block_bytes), np.uint8)
+        damage(ns, ids, 0)
+        assert ns.read(ids, rows) == 0
+        assert ns.write(ids, payloads(PACKED, ids)) == BLOCKS
+        assert ns.read(ids, rows) == BLOCKS
+
+
 def test_another_arena_has_none_of_it(tmp_path) -> None:
     """The worker still sees the old one's blocks when it begins to write."""
     with Daemon(sized(SLOTS, 64, 1024)) as daemon:

@@ -261,13 +261,27 @@ class NamespaceCore:
             self.uses.add(reading.wanted[: reading.copied], missed)
             return reading.copied
         # The others must come up, or their slots went to others while they were copied.
+        held, right = yield from self._copy_held_out(reading, extra_keys)
+        if right < held:
+            # They were pinned, so their bytes are damaged. The daemon may have them in another
+            # tier; if not, they are lost, and can be cached anew.
+            yield from self.client.release_orphans()
+            damaged = reading.hashes[right:held].tobytes()
+            expect((yield lambda: Used(self.id, b"", 0, damaged)), Done)
+            held, right = yield from self._copy_held_out(reading, extra_keys)
+        return max(right - reading.first, 0)
+
+    def _copy_held_out(
+        self, reading: Reading, extra_keys: ExtraKeys | None
+    ) -> Steps[tuple[int, int]]:
+        """Copy blocks out of a sequence's slots; how many leading ones it held, and were right."""
         sequence = yield from self.begin(reading.tokens, 0, extra_keys)
         try:
             slots = sequence.table.view(np.uint32)
-            if len(slots) <= reading.first:
-                return 0
-            right = self._copy_out(reading, reading.hashes[: len(slots)], slots)
-            return max(right - reading.first, 0)
+            held = len(slots)
+            if held <= reading.first:
+                return held, held
+            return held, self._copy_out(reading, reading.hashes[:held], slots)
         finally:
             self.client.end([sequence])
 

@@ -168,6 +168,17 @@ class Planner:
         looked_for = (len(hi) + missed) * tokens
         self.placement.counters.looked_up(looked_for, device=len(hi) * tokens)
 
+    def doubt(self, namespace: int, hi: U64, lo: U64) -> None:
+        """A worker found these blocks damaged in the device tier: check them before they are used.
+
+        Mutates. Raises UnknownNamespace, LimitExceeded.
+        """
+        self._sequences.pool(namespace)
+        self._check_size(len(hi))
+        rows = distinct(self._named(namespace, hi, lo))
+        rows = rows[rows >= 0]
+        self.placement.doubt.add(rows[self.state.blocks.has_copy(rows, Tier.DEVICE)])
+
     def has_sequence(self, lease: int, local: int) -> bool:
         """Whether the lease has begun this sequence, and not ended it."""
         return self._sequences.identity(lease, local) in self.state.sequences

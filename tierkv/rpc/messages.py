@@ -87,12 +87,14 @@ class Exists(Message, tag="exists"):
 class Used(Message, tag="used"):
     """Blocks that the worker has read in the device tier by itself: they count as used.
 
-    Least valuable first. ``missed``: how many more it looked for in vain.
+    Least valuable first. ``missed``: how many more it looked for in vain. ``damaged``: blocks that
+    it held and found damaged there; they are checked before anybody is given them again.
     """
 
     namespace: int
     hashes: bytes
     missed: int = 0
+    damaged: bytes = b""
 
 
 class Acquire(Message, tag="acquire"):

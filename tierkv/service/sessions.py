@@ -295,6 +295,8 @@ class Sessions:
             raise InvalidArgument("used: missed must not be negative")
         hi, lo = split_hashes(message.hashes)
         self._planner.used(message.namespace, hi, lo, message.missed)
+        if message.damaged:
+            self._planner.doubt(message.namespace, *split_hashes(message.damaged))
         return m.Done()
 
     def _acquire(self, session: Session, message: m.Acquire) -> Flow[m.Message]:
