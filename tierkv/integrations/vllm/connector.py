@@ -21,7 +21,7 @@ from tierkv.errors import InvalidArgument
 from tierkv.integrations.vllm.guard import require_fit
 from tierkv.integrations.vllm.identity import refuse_unknown_parallelism
 from tierkv.integrations.vllm.messages import Saved, Step, WorkerSpec
-from tierkv.integrations.vllm.scheduler import SchedulerSide
+from tierkv.integrations.vllm.scheduler import Roles, SchedulerSide
 from tierkv.integrations.vllm.settings import Settings
 from tierkv.integrations.vllm.stats import ConnectorPromMetrics, ConnectorStats
 from tierkv.integrations.vllm.worker import WorkerSide
@@ -73,9 +73,13 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             events = vllm_config.kv_events_config
-            wanted = bool(events and events.enable_kv_cache_events)
+            roles = Roles(
+                loads=transfer.is_kv_consumer,
+                saves=transfer.is_kv_producer,
+                tells=bool(events and events.enable_kv_cache_events),
+            )
             self._scheduler = SchedulerSide(
-                kv_cache_config, settings, generate_block_hash_extra_keys, wanted
+                kv_cache_config, settings, generate_block_hash_extra_keys, roles
             )
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, settings, _ranks())

@@ -28,8 +28,19 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+ADAPTERS_MAX = 1024
+"""LoRA adapters whose fingerprints are kept."""
+
 FOUND_S = 0.5
 """How long an answer is good: a request that waits for room is asked about again each step."""
+
+
+class Roles(NamedTuple):
+    """What vLLM's configuration wants of the connector: loads, saves, and events that tell."""
+
+    loads: bool
+    saves: bool
+    tells: bool
 
 
 class Hit(NamedTuple):
@@ -63,10 +74,11 @@ class SchedulerSide:
     """One for each engine. Never waits longer than ``lookup_timeout_s`` for the daemon."""
 
     def __init__(
-        self, caches: KVCacheConfig, settings: Settings, extra_keys: ExtraKeysOf, events: bool
+        self, caches: KVCacheConfig, settings: Settings, extra_keys: ExtraKeysOf, roles: Roles
     ) -> None:
         self._caches = caches
         self._settings = settings
+        self._roles = roles
         self._extra_keys = extra_keys
         self._geometry = Geometry.of(caches)
         self._attachment: Attachment | None = None
@@ -77,7 +89,7 @@ class SchedulerSide:
         self._adapters: dict[tuple[int, str], str | None] = {}
         self._generation = b""
         self._stats = ConnectorStats()
-        self._events = StoredEvents(self._geometry, caches) if events else None
+        self._events = StoredEvents(self._geometry, caches) if roles.tells else None
 
     def attach(self, specs: Sequence[KVSpec]) -> None:
         """Look up blocks under what the workers say they are: one spec for each."""
@@ -196,9 +208,14 @@ class SchedulerSide:
             if owner is not None:
                 size = self._geometry.block_tokens
                 chain = ChainOf(request, size, owner, self._extra_keys)
-            reads = asked.get("tierkv.read", True) and not request.skip_reading_prefix_cache
-            saves = asked.get("tierkv.save", True) and self._settings.save
-            tracked = Tracked(request, chain, bool(reads), bool(saves))
+            reads = self._roles.loads and not request.skip_reading_prefix_cache
+            saves = self._roles.saves and self._settings.save
+            tracked = Tracked(
+                request,
+                chain,
+                bool(reads and asked.get("tierkv.read", True)),
+                bool(saves and asked.get("tierkv.save", True)),
+            )
             self._requests[request.request_id] = tracked
         return tracked
 
@@ -221,6 +238,8 @@ class SchedulerSide:
             except InvalidArgument as error:
                 log.warning("requests of LoRA %s bypass it: %s", adapter.lora_name, error)
                 self._adapters[key] = None
+            while len(self._adapters) > ADAPTERS_MAX:
+                del self._adapters[next(iter(self._adapters))]
         return self._adapters[key]
 
     def _look_up(self, tracked: Tracked, usable: int, computed: int) -> Hit:
