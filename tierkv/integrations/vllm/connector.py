@@ -19,7 +19,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tierkv.errors import InvalidArgument
 from tierkv.integrations.vllm.guard import require_fit
-from tierkv.integrations.vllm.identity import refuse_unknown_parallelism
+from tierkv.integrations.vllm.identity import refuse_what_cannot_be_told
 from tierkv.integrations.vllm.messages import Saved, Step, WorkerSpec
 from tierkv.integrations.vllm.scheduler import Roles, SchedulerSide
 from tierkv.integrations.vllm.settings import Settings
@@ -68,7 +68,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = self._kv_transfer_config
         settings = Settings.of(transfer.kv_connector_extra_config or {})
         _require_recompute(transfer)
-        refuse_unknown_parallelism(vllm_config)
+        refuse_what_cannot_be_told(vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -77,6 +77,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
                 tells=bool(events and events.enable_kv_cache_events),
+                knows_media=_media_are_named_by_content(vllm_config),
             )
             self._scheduler = SchedulerSide(
                 kv_cache_config, settings, generate_block_hash_extra_keys, roles
@@ -247,6 +248,13 @@ def _require_recompute(transfer: Any) -> None:
             f"kv_load_failure_policy is {policy!r}: a block that tierkv lost would fail its "
             'request; set kv_load_failure_policy="recompute" in the KVTransferConfig'
         )
+
+
+def _media_are_named_by_content(config: VllmConfig) -> bool:
+    """vLLM hashes images only if it has a use for that itself; else it numbers them."""
+    media = config.model_config.multimodal_config
+    cached = bool(media and media.mm_processor_cache_gb)
+    return cached or bool(config.cache_config.enable_prefix_caching)
 
 
 def _ranks() -> tuple[int, int]:

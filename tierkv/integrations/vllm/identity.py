@@ -27,8 +27,13 @@ NOT_CONTENT = ("_name_or_path", "transformers_version")
 """What a model's configuration has in it that says nothing about its KV."""
 
 
-def refuse_unknown_parallelism(config: VllmConfig) -> None:
-    """Raise InvalidArgument if tokens of one block are spread over several ranks."""
+def refuse_what_cannot_be_told(config: VllmConfig) -> None:
+    """Raise InvalidArgument if a block holds what its name would not say."""
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise InvalidArgument(
+            "calculate_kv_scales makes the KV of a run depend on its first request, so no other "
+            "run may use it: take scales from the checkpoint, or run without the connector"
+        )
     parallel = config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)

@@ -36,11 +36,15 @@ FOUND_S = 0.5
 
 
 class Roles(NamedTuple):
-    """What vLLM's configuration wants of the connector: loads, saves, and events that tell."""
+    """What vLLM's configuration wants of the connector: loads, saves, and events that tell.
+
+    ``knows_media``: whether media have names that say what is in them.
+    """
 
     loads: bool
     saves: bool
     tells: bool
+    knows_media: bool
 
 
 class Hit(NamedTuple):
@@ -221,6 +225,8 @@ class SchedulerSide:
 
     def _owner(self, request: Request) -> tuple[Any, ...] | None:
         """What its whole chain depends on; None if that cannot be told."""
+        if request.mm_features and not self._roles.knows_media:
+            return None
         owner: list[Any] = [("generation", self._generation)] if self._generation else []
         adapter = request.lora_request
         if adapter is not None:
