@@ -113,11 +113,13 @@ class Serving:
 
     def _add(self, ask: dict[str, Any]) -> int:
         from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
+        from vllm.inputs import EmbedsPrompt, TokensPrompt
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
-        prompt = TokensPrompt(prompt_token_ids=ask["tokens"])
+        prompt: Any = TokensPrompt(prompt_token_ids=ask["tokens"])
+        if ask.get("embeds") is not None:
+            prompt = EmbedsPrompt(prompt_embeds=self._embeddings(ask["embeds"]))
         if ask.get("salt") is not None:
             prompt["cache_salt"] = ask["salt"]
         lora = LoRARequest(*ask["lora"]) if ask.get("lora") is not None else None
@@ -136,6 +138,14 @@ class Serving:
         self._engine.add_request(name, prompt, params, lora_request=lora)
         self._open[name] = (self._numbers, params)
         return self._numbers
+
+    def _embeddings(self, seeds: list[int]) -> Any:
+        """A made-up embedding for each seed: f32 [seeds, hidden size]."""
+        import torch
+
+        size = self._engine.model_config.get_hidden_size()
+        made = [torch.randn(size, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        return torch.stack(made)
 
     def _step(self) -> None:
         begun = time.monotonic()

@@ -61,13 +61,18 @@ def ask(
     *,
     salt: str | None = None,
     lora: tuple[str, int, str] | None = None,
+    embeds: Sequence[int] | None = None,
     **sampling: Any,
 ) -> dict[str, Any]:
-    """A request: greedy unless ``sampling`` says otherwise. ``lora``: name, number, folder."""
+    """A request: greedy unless ``sampling`` says otherwise. ``lora``: name, number, folder.
+
+    ``embeds``: a seed for each embedding of a prompt that has those instead of tokens.
+    """
     return {
         "tokens": [int(token) for token in tokens],
         "salt": salt,
         "lora": lora,
+        "embeds": embeds,
         "sampling": {"max_tokens": max_tokens, **sampling},
     }
 
