@@ -81,6 +81,11 @@ class Serving:
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("the engine's prefix cache is in use")
 
+    def reset(self) -> None:
+        """As after a change of weights: what the connector stored is forgotten, too."""
+        if not self._engine.reset_prefix_cache(reset_connector=True):
+            raise RuntimeError("the prefix cache is in use, or the connector cannot forget")
+
     def longest_step_s(self) -> float:
         """The longest step since the last time that this was asked."""
         longest, self._longest_step_s = self._longest_step_s, 0.0
