@@ -117,6 +117,24 @@ def test_changed_weights_find_nothing_old(attach_here: Attach, change: Any, requ
     assert cached(model, attached, prompt(60)) == 48
 
 
+def test_a_switched_adapter_is_another_model(attach_here: Attach) -> None:
+    """A layer as the package peft puts it in place of a linear one."""
+
+    class Adapted(torch.nn.Linear):
+        disable_adapters = True
+
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return super().forward(states) * (1.0 if self.disable_adapters else 1.5)
+
+    model = llama()
+    layer = model.model.layers[0].mlp.up_proj
+    layer.__class__ = Adapted
+    attached = attach_here(model)
+    for disabled, tokens in ((True, 0), (False, 0), (True, 48), (False, 48)):
+        layer.disable_adapters = disabled
+        assert cached(model, attached, prompt(60)) == tokens
+
+
 def test_a_cache_of_other_weights_is_not_gone_on_with(attach_here: Attach) -> None:
     model = llama()
     attached = attach_here(model)

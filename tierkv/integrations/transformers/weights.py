@@ -10,6 +10,9 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+SWITCHES = ("disable_adapters", "active_adapters", "merged_adapters", "scaling")
+"""What a layer with adapters (of the package peft) has that changes its output."""
+
 SAMPLES = 64
 """Elements of each tensor that ``probe`` looks at."""
 
@@ -22,7 +25,8 @@ def fingerprint(model: Any) -> str:
 
     Takes as long as reading them once (0.1 s for 0.5 GB in RAM).
     """
-    digest = xxhash.xxh3_128(json.dumps(_config_of(model), sort_keys=True, default=str).encode())
+    facts = [_config_of(model), _switches(model)]
+    digest = xxhash.xxh3_128(json.dumps(facts, sort_keys=True, default=str).encode())
     for name, tensor in _tensors(model):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
         digest.update(_bytes_of(tensor))
@@ -30,11 +34,13 @@ def fingerprint(model: Any) -> str:
 
 
 def mark(model: Any) -> int:
-    """A number that changes when weights are replaced or changed in place by torch; quick.
+    """A number that changes when weights are replaced, or changed in place by torch, or adapters
+    are switched; quick.
 
     It does not see writes that go around torch's version counters (through ``.data``).
     """
-    return hash(tuple((id(tensor), *_state(tensor)) for _, tensor in _tensors(model)))
+    states = tuple((id(tensor), *_state(tensor)) for _, tensor in _tensors(model))
+    return hash((states, str(_switches(model))))
 
 
 def probe(model: Any) -> bytes:
@@ -51,6 +57,11 @@ def _config_of(model: Any) -> dict[str, Any]:
     kept = {name: value for name, value in items.items() if name not in IRRELEVANT}
     kept = {name: value for name, value in kept.items() if not name.startswith("_")}
     return {"class": type(model).__name__, **kept}
+
+
+def _switches(model: nn.Module) -> list[list[str]]:
+    layers = (module for module in model.modules() if hasattr(module, SWITCHES[0]))
+    return [[str(getattr(layer, name, None)) for name in SWITCHES] for layer in layers]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
