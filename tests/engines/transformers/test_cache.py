@@ -135,6 +135,8 @@ def test_an_interrupted_pass_can_be_repeated(model: Any, attached: Attached) -> 
     with pytest.raises(KeyboardInterrupt):
         feed(attached, cache, ids[:, 40:])
     handle.remove()
+    with torch.no_grad():
+        assert close(model(ids, use_cache=False).logits, plain(ids))
     assert cache.get_seq_length() == 40
     assert close(feed(attached, cache, ids[:, 40:]), plain(ids)[:, 40:])
 
@@ -180,6 +182,20 @@ def test_what_a_used_cache_refuses(attached: Attached) -> None:
     cache.end()
     with pytest.raises(InvalidArgument, match="ended"):
         feed(attached, cache, next_ids, attention_mask=torch.cat((mask, torch.ones(2, 1)), 1))
+
+
+def test_a_compiled_model(model: Any, attached: Attached) -> None:
+    """torch.compile leaves out what talks to tierkv."""
+    compiled = torch.compile(model, backend="eager")
+    ids = prompt(60)
+    for cached in (0, 48):
+        cache = attached.cache()
+        with torch.no_grad():
+            got = compiled(ids, logits_to_keep=1, **by_hand(attached, cache)).logits
+        assert close(got, plain(ids)[:, -1:])
+        assert cache.cached_tokens == cached
+    with torch.no_grad():
+        assert close(compiled(ids, use_cache=False).logits, plain(ids))
 
 
 def test_two_threads_generate_at_once(model: Any, attached: Attached) -> None:

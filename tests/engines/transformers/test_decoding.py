@@ -107,6 +107,23 @@ def test_only_what_is_not_cached_is_computed(model: Any, attached: Attached) -> 
     assert cache.cached_tokens == 48
 
 
+@pytest.mark.parametrize("length", [1, 15, 16, 17])
+def test_short_prompts(model: Any, attached: Attached, length: int) -> None:
+    expected = llama().generate(prompt(length), **GREEDY)
+    for _ in ("cold", "warm"):
+        assert torch.equal(model.generate(prompt(length), **GREEDY), expected)
+
+
+def test_inference_mode_and_none(model: Any, attach_here: Attach) -> None:
+    """Whatever mode it was attached in, and is used in."""
+    expected = llama().generate(prompt(40), **GREEDY)
+    with torch.inference_mode():
+        attach_here(model)
+    assert torch.equal(model.generate(prompt(40), **GREEDY), expected)
+    with torch.inference_mode():
+        assert torch.equal(model.generate(prompt(40), **GREEDY), expected)
+
+
 def test_rows_of_a_batch_find_what_each_has(model: Any, attached: Attached) -> None:
     """The columns that all rows have are left out; the others are computed, and stored once."""
     model.generate(prompt(64, seed=1), **GREEDY)

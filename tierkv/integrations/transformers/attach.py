@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from tierkv.client.sync import Client, Namespace, connect
 from tierkv.core.spec import KVSpec
-from tierkv.errors import InvalidArgument, TierkvError
+from tierkv.errors import InvalidArgument, PoolExhausted, TierkvError
 from tierkv.integrations.transformers import weights
 from tierkv.integrations.transformers.attention import NAMES, register
 from tierkv.integrations.transformers.batch import Batch
@@ -177,6 +177,8 @@ class Attached:
             )
 
     def _be_away(self, error: TierkvError) -> None:
+        if isinstance(error, PoolExhausted):  # of this one; the next may fit
+            return
         log.warning("no tierkv for %g s: %s", AWAY_S, error.message)
         self._away_until = time.monotonic() + AWAY_S
 

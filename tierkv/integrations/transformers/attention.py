@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from tierkv.errors import InvalidArgument
-from tierkv.integrations.transformers.step import current
+from tierkv.integrations.transformers.step import current, eagerly
 
 NAMES = {"sdpa": "tierkv", "eager": "tierkv_eager"}
 """By the attention that a model had before: what it still computes without a tierkv cache."""
@@ -23,8 +23,9 @@ UNKNOWN = ("s_aux", "position_bias")
 def register() -> None:
     """Make the names known to transformers. Calling it again changes nothing."""
     for plain, name in NAMES.items():
-        AttentionInterface.register(name, _attend if plain == "sdpa" else _attend_eager)
-        AttentionMaskInterface.register(name, _mask if plain == "sdpa" else _mask_eager)
+        attend, mask = (_attend, _mask) if plain == "sdpa" else (_attend_eager, _mask_eager)
+        AttentionInterface.register(name, eagerly(attend))
+        AttentionMaskInterface.register(name, eagerly(mask))
 
 
 def _attend(

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from tierkv.errors import InvalidArgument
 from tierkv.integrations.transformers.batch import Batch
-from tierkv.integrations.transformers.step import current
+from tierkv.integrations.transformers.step import current, eagerly
 
 
 class TierKVCache(Cache):
@@ -38,6 +38,7 @@ class TierKVCache(Cache):
         """Let go of the blocks; full ones stay cached. The cache cannot be used any more."""
         self.batch.end()
 
+    @eagerly
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

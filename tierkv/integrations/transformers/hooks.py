@@ -20,7 +20,7 @@ from tierkv.integrations.transformers.batch import Batch
 from tierkv.integrations.transformers.cache import TierKVCache
 from tierkv.integrations.transformers.history import I64, Flags
 from tierkv.integrations.transformers.models import cache_argument
-from tierkv.integrations.transformers.step import Step, current
+from tierkv.integrations.transformers.step import Step, current, eagerly
 
 PIECE_COLUMNS = 512
 """Columns in one forward pass when KV is computed again: bounds the memory of activations."""
@@ -37,14 +37,10 @@ class Hooks:
 
     def __init__(self, model: Any) -> None:
         self._parameters = list(inspect.signature(model.forward).parameters)
-        if "position_ids" not in self._parameters:
-            raise InvalidArgument(
-                f"{type(model).__name__} cannot be attached: it takes no position_ids"
-            )
         self.cache_name = cache_argument(self._parameters)
         self._handles = [
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+            model.register_forward_pre_hook(eagerly(self._before), with_kwargs=True),
+            model.register_forward_hook(eagerly(self._after), with_kwargs=True, always_call=True),
         ]
 
     def remove(self) -> None:
@@ -55,6 +51,7 @@ class Hooks:
     def _before(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        current.set(None)  # of a pass that was interrupted
         given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         cache = given.get(self.cache_name)
         if cache is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,6 +66,8 @@ def _reasons(model: Any) -> Iterator[str]:
             f'its attention is "{config._attn_implementation}"; load it with '
             'attn_implementation="sdpa" or "eager"'
         )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        yield "it takes no position_ids"
     for item, meaning in REFUSED.items():
         if getattr(config, item, None):
             yield f"it has {meaning} ({item})"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import tierkv_kernels
@@ -14,6 +16,9 @@ from tierkv.core.ids import I32, U32
 from tierkv.errors import InvalidArgument
 from tierkv.integrations.transformers.history import I64, Flags
 from tierkv.integrations.transformers.pooled import padded
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Step:
@@ -77,11 +82,13 @@ class Step:
                 f"holds {self._blocks.dtype}, for inference: run under torch.no_grad(), without "
                 "autocast"
             )
-        for which, states in enumerate((keys, values)):
-            rows = self._flat(states)
-            if self._missing is not None:
-                rows = rows[self._missing]
-            self._blocks[:, layer, which].index_put_(self._at, rows)
+        # Views of the pool that were first made in this mode can be written to in no other.
+        with torch.inference_mode():
+            for which, states in enumerate((keys, values)):
+                rows = self._flat(states)
+                if self._missing is not None:
+                    rows = rows[self._missing]
+                self._blocks[:, layer, which].index_put_(self._at, rows)
         self._waiting = layer
 
     def attend(
@@ -175,3 +182,9 @@ def _indices(flags: Flags, device: torch.device) -> Tensor:
 
 current: ContextVar[Step | None] = ContextVar("tierkv_step", default=None)
 """The forward pass that runs in this thread on a tierkv cache, if one does."""
+
+
+def eagerly(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, which torch.compile is to call as it is: what it reads changes."""
+    disable: Callable[[Callable[P, R]], Callable[P, R]] = torch.compiler.disable
+    return disable(function)
