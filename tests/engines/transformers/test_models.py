@@ -12,6 +12,7 @@ import tierkv
 from tests.engines.transformers.conftest import Attach
 from tests.engines.transformers.running import GREEDY
 from tests.engines.transformers.tiny import REFUSED, SERVED, build, llama, prompt, ragged
+from tests.service.running import until
 from tierkv.errors import InvalidArgument
 from tierkv.integrations.transformers import attach
 
@@ -79,6 +80,22 @@ def test_what_computes_something_else_is_refused(client: tierkv.Client) -> None:
     layer.forward = scaled
     with pytest.raises(InvalidArgument, match="does not know of"):
         attach(model, client)
+
+
+def test_the_two_lines_that_switch_it_on(
+    monkeypatch: pytest.MonkeyPatch, client: tierkv.Client
+) -> None:
+    """With no client it finds the daemon as any worker does, and leaves no connection behind."""
+    monkeypatch.setenv("TIERKV_SOCKET", str(client._path))
+    expected = llama().generate(prompt(50), **GREEDY)
+    model = llama()
+    attached = attach(model)
+    assert torch.equal(model.generate(prompt(50), **GREEDY), expected)
+    attached.client.close()
+    config, items, _ = REFUSED["sinks"]
+    with pytest.raises(InvalidArgument):
+        attach(build(config, items))
+    until(lambda: [worker["name"] for worker in client.stat()["workers"]] == ["test"])
 
 
 def test_a_model_is_attached_once(attach_here: Attach) -> None:

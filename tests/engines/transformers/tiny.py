@@ -23,6 +23,7 @@ SHAPE = {
 WINDOW = 24
 HYBRID = ["sliding_attention", "full_attention"] * 2
 GPT2 = {"vocab_size": 300, "n_embd": 64, "n_layer": 3, "n_head": 4}
+NEOX = {name: SHAPE[name] for name in SHAPE if name not in ("num_key_value_heads", "head_dim")}
 
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaConfig", SHAPE),
@@ -36,6 +37,13 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "Mixtral": ("MixtralConfig", SHAPE),
     "GPT-2, learned positions": ("GPT2Config", {**GPT2, "eos_token_id": None, "bos_token_id": 1}),
     "Phi-3": ("Phi3Config", SHAPE),
+    "Qwen2": ("Qwen2Config", SHAPE),
+    "Granite": ("GraniteConfig", SHAPE),
+    "OLMo 2": ("Olmo2Config", SHAPE),
+    "SmolLM3": ("SmolLM3Config", SHAPE),
+    "Cohere": ("CohereConfig", SHAPE),
+    "GPT-NeoX": ("GPTNeoXConfig", NEOX),
+    "OPT": ("OPTConfig", {**NEOX, "ffn_dim": 96, "word_embed_proj_dim": 64}),
 }
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

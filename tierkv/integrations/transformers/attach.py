@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from transformers.utils import ModelOutput
@@ -54,9 +55,15 @@ def attach(
     when no daemon serves.
     """
     check_model(model)
-    if client is None:
-        client = connect(name="transformers", call_timeout_s=CALL_S, reconnect_s=AWAY_S)
-    return Attached(model, client, block_tokens, salt, patch_generate=patch_generate, check=check)
+    with ExitStack() as unless_attached:
+        if client is None:
+            client = connect(name="transformers", call_timeout_s=CALL_S, reconnect_s=AWAY_S)
+            unless_attached.callback(client.close)
+        attached = Attached(
+            model, client, block_tokens, salt, patch_generate=patch_generate, check=check
+        )
+        unless_attached.pop_all()
+    return attached
 
 
 class Attached:
@@ -188,6 +195,7 @@ class Attached:
         @functools.wraps(plain)
         def generate(*args: Any, **kwargs: Any) -> Any:
             if not self._wants_cache(args, kwargs):
+                log.info("this generate() was asked for another cache, or for none")
                 return plain(*args, **kwargs)
             cache = self.cache()
             kwargs[self.cache_name] = cache
@@ -204,7 +212,8 @@ class Attached:
         return generate
 
     def _wants_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        config = kwargs.get("generation_config") or self.model.generation_config
+        given_config = args[1] if len(args) > 1 else kwargs.get("generation_config")
+        config = given_config or self.model.generation_config
         use = kwargs.get("use_cache", getattr(config, "use_cache", True))
         kind = kwargs.get("cache_implementation", getattr(config, "cache_implementation", None))
         given = any(kwargs.get(n) is not None for n in ("cache", "past_key_values"))

@@ -116,11 +116,6 @@ class PooledRows:
         """Let go of all blocks; full ones stay cached. Never raises for a daemon that is away."""
         self._end(self._rows)
 
-    @property
-    def sequences(self) -> list[Any]:
-        """Those that the daemon holds for this batch."""
-        return [row.sequence for row in self._rows if row.sequence is not None]
-
     def _end(self, rows: Items[_Row]) -> None:
         for row in rows:
             if row.sequence is not None:
