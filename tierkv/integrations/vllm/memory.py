@@ -30,8 +30,8 @@ class EngineMemory:
         self.staged_blocks = max(1, STAGED_BYTES // self.block_bytes)
         self._on_gpu = self.pages.device.type == "cuda"
         self._direct = self.pages.as_client_pages()
-        self._loading: torch.Tensor | None = None
-        self._saving: torch.Tensor | None = None
+        self._saving = self._staging()
+        self._loading = self._staging() if self._direct is None else None
         self._streams: dict[str, Any] = {}
 
     def mark(self) -> Any:
@@ -52,8 +52,6 @@ class EngineMemory:
 
         At most ``staged_blocks``.
         """
-        if self._saving is None:
-            self._saving = self._staging()
         staged = self._saving[: len(rows)]
         with self._stream("save"):
             self.pages.gather(rows, staged)
@@ -62,7 +60,7 @@ class EngineMemory:
 
     def load(self, namespace: Namespace, chain: Chain, first: int, rows: I32) -> int:
         """Copy blocks of ``chain`` from ``first`` on into ``rows``; how many, from the first on."""
-        if self._direct is not None:
+        if self._direct is not None and not (rows < 0).any():
             return self._load_direct(namespace, chain, first, rows, self._direct)
         return self._load_staged(namespace, chain, first, rows)
 
@@ -83,13 +81,15 @@ class EngineMemory:
         return loaded
 
     def _load_staged(self, namespace: Namespace, chain: Chain, first: int, rows: I32) -> int:
-        if self._loading is None:
-            self._loading = self._staging()
+        """The same where a block comes from several tables, has parts that are not wanted, or goes
+        to a GPU.
+        """
+        staging = self._loading = self._staging() if self._loading is None else self._loading
         with namespace.begin(chain.tokens, keep=0, extra_keys=chain.extra_keys) as sequence:
             held = min(sequence.cached_tokens // namespace.spec.block_tokens - first, len(rows))
             for at in range(0, held, self.staged_blocks):
                 piece = rows[at : min(at + self.staged_blocks, held)]
-                staged = self._loading[: len(piece)]
+                staged = staging[: len(piece)]
                 sequence.read_blocks(first + at, staged.numpy())
                 with self._stream("load"):
                     self.pages.scatter(piece, staged)
@@ -97,7 +97,8 @@ class EngineMemory:
 
     def _staging(self) -> torch.Tensor:
         size = (self.staged_blocks, self.block_bytes)
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu)
+        # Zeroes: its pages are there before the first request, which need not wait for them.
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=self._on_gpu).fill_(0)
 
     def _stream(self, name: str) -> _OwnStream:
         if self._on_gpu and name not in self._streams:
