@@ -10,7 +10,7 @@ NATIVE := tierkv/native/libtierkv_native.so kernels/tierkv_kernels/cpu/libtierkv
 
 ENGINES := .venv-vllm/.ready .venv-transformers/.ready
 
-.PHONY: demo test lint format bench bench-attention gpu-check soak setup engines engines-setup clean
+.PHONY: demo test lint format bench bench-attention bench-engines gpu-check soak setup engines engines-setup clean
 
 setup: $(READY)
 
@@ -44,6 +44,10 @@ bench: $(READY) $(NATIVE)
 
 bench-attention: $(READY) $(NATIVE)
 	PYTHONPATH=.:wal:kernels $(BIN)/python -m benchmarks.attention
+
+# A real vLLM with and without stores behind it; some 20 minutes, and as many for setting up.
+bench-engines: engines-setup $(READY) $(NATIVE)
+	PYTHONPATH=.:wal:kernels $(BIN)/python -m benchmarks.engines
 
 # On a machine with a GPU: its own Python, which has torch for CUDA and NumPy; installs nothing.
 gpu-check:
