@@ -10,7 +10,8 @@ NATIVE := tierkv/native/libtierkv_native.so kernels/tierkv_kernels/cpu/libtierkv
 
 ENGINES := .venv-vllm/.ready .venv-transformers/.ready
 
-.PHONY: demo test lint format bench bench-attention bench-engines gpu-check soak setup engines engines-setup clean
+.PHONY: demo test lint format bench bench-attention bench-engines gpu-check soak setup engines engines-setup
+.PHONY: engines-vllm engines-transformers clean
 
 setup: $(READY)
 
@@ -21,8 +22,15 @@ test: $(READY) $(NATIVE)
 	$(BIN)/python -m pytest
 
 # A real vLLM and transformers, each in an environment of its own: 5 GB, some minutes on first use.
+# An engine keeps one CPU busy, hence two at a time.
 engines: engines-setup $(NATIVE)
-	.venv-vllm/bin/python -m pytest tests/engines
+	$(MAKE) --no-print-directory --output-sync=target --jobs=2 engines-vllm engines-transformers
+
+engines-vllm:
+	.venv-vllm/bin/python -m pytest tests/engines --ignore=tests/engines/transformers
+
+engines-transformers:
+	.venv-vllm/bin/python -m pytest tests/engines/transformers
 	.venv-transformers/bin/python -m pytest tests/engines --ignore=tests/engines/vllm
 
 engines-setup: $(ENGINES)
