@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tierkv.client.sync import Namespace
 from tierkv.errors import TierkvError
@@ -18,7 +18,8 @@ from tierkv.integrations.vllm.messages import Load
 from tierkv.integrations.vllm.stats import ConnectorStats
 
 ATTACH_S = 0.5
-"""How long a load waits for its connection: the scheduler's may be back a moment earlier."""
+"""How long a load waits for its connection: the scheduler's may be back a moment earlier. It counts
+from when the load was asked for, so that many of them do not wait one after another."""
 
 
 @dataclass
@@ -31,6 +32,14 @@ class LoadResults:
     done: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     missing: set[int] = field(default_factory=set)
+
+
+class _Asked(NamedTuple):
+    """A load, the device's point before it, and when it was asked for."""
+
+    load: Load
+    ready: Any
+    at_s: float
 
 
 class Loader:
@@ -47,18 +56,22 @@ class Loader:
         self._memory = memory
         self._stats = stats
         self._counting = count
-        self._asked: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._change = threading.Condition()
         self._results = LoadResults()
         self._open = 0
         self._thread = threading.Thread(target=self._work, name="tierkv-load", daemon=True)
         self._thread.start()
 
-    def submit(self, load: Load) -> None:
-        """Start a load; does not wait."""
+    def submit(self, load: Load, ready: Any) -> None:
+        """Start a load; does not wait.
+
+        It writes when the device has got to ``ready``: before that, work for whoever had these
+        blocks earlier may still write into them.
+        """
         with self._change:
             self._open += 1
-        self._asked.put(load)
+        self._asked.put(_Asked(load, ready, time.monotonic()))
 
     def take(self, wait_s: float = 0.0) -> LoadResults:
         """What has ended since the last call; waits up to ``wait_s`` for something that will."""
@@ -68,13 +81,13 @@ class Loader:
             return taken
 
     def close(self) -> None:
-        """End the thread, after the load that it is at."""
+        """End the thread, after what was asked for."""
         self._asked.put(None)
         self._thread.join()
 
     def _work(self) -> None:
-        while (load := self._asked.get()) is not None:
-            loaded = self._load(load)
+        while (asked := self._asked.get()) is not None:
+            load, loaded = asked.load, self._load(asked)
             rows = load.rows[loaded:]
             with self._change:
                 self._open -= 1
@@ -84,13 +97,14 @@ class Loader:
                     self._results.missing.update(rows[rows >= 0].tolist())
                 self._change.notify_all()
 
-    def _load(self, load: Load) -> int:
+    def _load(self, asked: _Asked) -> int:
         """How many leading blocks of those asked for are in the engine now."""
-        started_s = time.monotonic()
-        namespaces = self._attachment.wait(ATTACH_S)
+        load, started_s = asked.load, time.monotonic()
+        namespaces = self._attachment.wait(max(asked.at_s + ATTACH_S - started_s, 0.0))
         loaded = 0
         try:
             if namespaces is not None:
+                self._memory.wait(asked.ready)
                 loaded = self._copy(namespaces[0], load)
         except LOST as error:
             self._attachment.lost(error)

@@ -26,6 +26,7 @@ class EngineMemory:
 
     def __init__(self, geometry: Geometry, caches: Mapping[str, torch.Tensor], blocks: int) -> None:
         self.pages = EnginePages(geometry, caches, blocks)
+        self.blocks = blocks
         self.block_bytes = self.pages.block_bytes
         self.staged_blocks = max(1, STAGED_BYTES // self.block_bytes)
         self._on_gpu = self.pages.device.type == "cuda"

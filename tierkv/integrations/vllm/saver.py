@@ -1,9 +1,10 @@
 """Copies the engine's finished blocks into tierkv, on a thread of its own.
 
 The engine goes on meanwhile, and may free a block and give it to another request before it is
-copied. So before each step the engine says which blocks the step will write into: a save that has
-not copied these yet lets them be, and one that is copying just now is waited for. What was copied
-waits in this process's memory for the daemon, so a slow daemon keeps no block from the engine.
+copied. So before each step the engine says which blocks the step will write into: they are marked,
+so that a save from before lets them be, and one that is copying just now is waited for. What was
+copied waits in this process's memory for the daemon, so a slow daemon keeps no block from the
+engine.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +21,6 @@ from tierkv.client.sync import Namespace
 from tierkv.core.ids import I32
 from tierkv.errors import PoolExhausted, TierkvError
 from tierkv.integrations.attachment import LOST, Attachment
-from tierkv.integrations.vllm.geometry import GONE
 from tierkv.integrations.vllm.logs import log
 from tierkv.integrations.vllm.memory import EngineMemory
 from tierkv.integrations.vllm.messages import Save
@@ -28,6 +28,9 @@ from tierkv.integrations.vllm.stats import ConnectorStats
 
 QUEUED_MAX = 4096
 """Saves that wait; more only pile up when the daemon is much slower than the engine."""
+
+QUEUED_TOKENS_MAX = 32 << 20
+"""Tokens of their chains together, each of which takes 4 bytes here."""
 
 
 class Saver:
@@ -45,9 +48,12 @@ class Saver:
         self._stats = stats
         self._counting = count
         self._change = threading.Condition()
-        self._queued: deque[tuple[Save, Any]] = deque()
-        self._current: I32 | None = None
+        self._queued: deque[_Queued] = deque()
+        self._queued_tokens = 0
+        self._busy = False
         self._copying: I32 | None = None
+        self._step = 0
+        self._written_in = np.zeros(memory.blocks, np.int64)
         self._ended: dict[int, int] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="tierkv-save", daemon=True)
@@ -57,24 +63,19 @@ class Saver:
         """Store blocks that the work given to the device so far has computed; does not wait."""
         ready = self._memory.mark()
         with self._change:
-            while len(self._queued) >= QUEUED_MAX:
-                dropped, _ = self._queued.popleft()
-                self._end(dropped, 0)
-            self._queued.append((save, ready))
+            self._queued.append(_Queued(save, ready, self._step))
+            self._queued_tokens += len(save.chain.tokens)
+            while len(self._queued) > QUEUED_MAX or self._queued_tokens > QUEUED_TOKENS_MAX:
+                self._end(self._next().save, 0)
             self._change.notify_all()
 
     def let_be(self, written: list[int]) -> None:
         """Return when no save will read these blocks any more: the engine writes into them."""
         with self._change:
-            if self._current is None and not self._queued:
-                return
-            ids = np.asarray(written, np.int32)
-            for save, _ in self._queued:
-                save.rows[np.isin(save.rows, ids)] = GONE
-            if self._current is not None:
-                self._current[np.isin(self._current, ids)] = GONE
+            self._step += 1
+            self._written_in[written] = self._step
             self._change.wait_for(
-                lambda: self._copying is None or not np.isin(self._copying, ids).any()
+                lambda: self._copying is None or not np.isin(self._copying, written).any()
             )
 
     def take(self) -> dict[int, int]:
@@ -86,7 +87,7 @@ class Saver:
     def settle(self, timeout_s: float) -> None:
         """Wait until all that was asked for is stored, or the time is up."""
         with self._change:
-            self._change.wait_for(lambda: not self._queued and self._current is None, timeout_s)
+            self._change.wait_for(lambda: not self._queued and not self._busy, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """End the thread, after what was asked for if there is time for that."""
@@ -103,26 +104,32 @@ class Saver:
                 self._change.wait_for(lambda: self._queued or self._closed)
                 if not self._queued:
                     return
-                save, ready = self._queued.popleft()
-                self._current = save.rows
-            stored = self._save(save, ready)
+                queued = self._next()
+                self._busy = True
+            stored = self._save(queued)
             with self._change:
-                self._current = None
-                self._end(save, stored)
+                self._busy = False
+                self._end(queued.save, stored)
                 self._change.notify_all()
+
+    def _next(self) -> _Queued:
+        queued = self._queued.popleft()
+        self._queued_tokens -= len(queued.save.chain.tokens)
+        return queued
 
     def _end(self, save: Save, stored: int) -> None:
         self._ended[save.number] = stored
 
-    def _save(self, save: Save, ready: Any) -> int:
+    def _save(self, queued: _Queued) -> int:
         """How many leading blocks of the chain tierkv has now."""
+        save = queued.save
         started_s = time.monotonic()
         progress = _Progress()
         namespaces = self._attachment.namespaces
         try:
             if namespaces is not None:
-                self._memory.wait(ready)
-                self._store(namespaces[0], save, progress)
+                self._memory.wait(queued.ready)
+                self._store(namespaces[0], queued, progress)
         except LOST as error:
             self._attachment.lost(error)
         except PoolExhausted as error:
@@ -141,14 +148,16 @@ class Saver:
             )
         return progress.known + progress.stored
 
-    def _store(self, namespace: Namespace, save: Save, progress: _Progress) -> None:
+    def _store(self, namespace: Namespace, queued: _Queued, progress: _Progress) -> None:
+        save = queued.save
         chain, keys = save.chain, save.chain.extra_keys
         block_tokens = namespace.spec.block_tokens
         found = namespace.lookup(chain.tokens, keep=0, extra_keys=keys)
         progress.known = found.tokens // block_tokens
         at, end = progress.known, len(save.rows)
         while at < end:
-            copied = self._copy_out(save.rows[at : at + self._memory.staged_blocks])
+            rows = save.rows[at : at + self._memory.staged_blocks]
+            copied = self._copy_out(rows, queued.step)
             if not len(copied):
                 return
             piece = chain.first(at + len(copied), block_tokens)
@@ -158,10 +167,11 @@ class Saver:
                 return
             at += stored
 
-    def _copy_out(self, rows: I32) -> Any:
-        """The leading blocks that the engine still has (u8 [blocks, bytes])."""
+    def _copy_out(self, rows: I32, step: int) -> Any:
+        """The leading blocks that no step after ``step`` has written into (u8 [blocks, bytes])."""
         with self._change:
-            gone = np.flatnonzero((rows < 0).any(axis=1))
+            lost = (rows < 0) | (self._written_in[rows] > step)
+            gone = np.flatnonzero(lost.any(axis=1))
             held = rows[: gone[0]] if len(gone) else rows
             self._copying = held.copy()
         try:
@@ -170,6 +180,14 @@ class Saver:
             with self._change:
                 self._copying = None
                 self._change.notify_all()
+
+
+class _Queued(NamedTuple):
+    """A save of what is in the engine's blocks in ``step``, once the device is at ``ready``."""
+
+    save: Save
+    ready: Any
+    step: int
 
 
 class _Progress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tierkv.core.spec import KVSpec
 from tierkv.integrations.attachment import Attachment
@@ -51,10 +51,12 @@ class WorkerSide:
         self._stats = ConnectorStats()
         self._lock = threading.Lock()
         self._tensors: Mapping[str, torch.Tensor] = {}
+        self._memory: EngineMemory | None = None
         self._attachments: list[Attachment] = []
         self._loader: Loader | None = None
         self._saver: Saver | None = None
         self._step = Step()
+        self._before_step: Any = None
         self.spec: KVSpec | None = None
         self.failed_blocks: set[int] = set()
 
@@ -65,7 +67,7 @@ class WorkerSide:
         """
         self.unregister()
         self._tensors = tensors
-        memory = EngineMemory(self._geometry, tensors, self._caches.num_blocks)
+        memory = self._memory = EngineMemory(self._geometry, tensors, self._caches.num_blocks)
         if self.spec is None:
             self.spec = spec_of(
                 self._config,
@@ -105,13 +107,15 @@ class WorkerSide:
         self._step = step
         if self._saver is not None:
             self._saver.let_be(step.written)
+        if step.loads and self._memory is not None:
+            self._before_step = self._memory.mark()
 
     def start_loads(self) -> None:
         """Start this step's loads."""
         loads, self._step.loads = self._step.loads, []
         for load in loads:
             if self._loader is not None:
-                self._loader.submit(load)
+                self._loader.submit(load, self._before_step)
 
     def start_saves(self) -> None:
         """Start this step's saves: what it computes has been computed, or given to the device."""
