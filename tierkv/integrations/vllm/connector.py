@@ -68,7 +68,8 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = self._kv_transfer_config
         settings = Settings.of(transfer.kv_connector_extra_config or {})
         _require_recompute(transfer)
-        refuse_what_cannot_be_told(vllm_config)
+        hears_of_sleep = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+        refuse_what_cannot_be_told(vllm_config, kv_cache_config, hears_of_sleep=hears_of_sleep)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -164,8 +165,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if num_external_tokens:
-            self._schedules.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        self._schedules.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
@@ -179,10 +179,9 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         output = connector_output
-        if output.finished_recving:
-            self._schedules.loaded(
-                output.finished_recving, output.invalid_block_ids, output.failed_recving
-            )
+        self._schedules.loaded(
+            output.finished_recving or (), output.invalid_block_ids, output.failed_recving
+        )
         if isinstance(output.kv_connector_worker_meta, Saved):
             self._schedules.saved(output.kv_connector_worker_meta)
 

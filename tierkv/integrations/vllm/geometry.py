@@ -52,6 +52,11 @@ class Geometry:
         groups = [config.kv_cache_groups[number] for number in config.transfer_group_ids]
         for group in groups:
             _require_attention(group)
+        if len(groups) < len(config.kv_cache_groups) or config.host_group_ids:
+            raise InvalidArgument(
+                "parts of this KV cache are copies that the engine keeps of others (HiSparse), in "
+                "blocks that tierkv is not told of; run this model without the connector"
+            )
         if not groups:
             raise InvalidArgument("this model has no KV cache that could be stored")
         sizes = tuple(int(group.kv_cache_spec.block_size) for group in groups)

@@ -12,6 +12,7 @@ import xxhash
 from tierkv.core.spec import KVSpec
 from tierkv.errors import InvalidArgument
 from tierkv.integrations.vllm.geometry import Geometry
+from tierkv.integrations.vllm.logs import log
 from tierkv.integrations.vllm.pages import EnginePages
 from tierkv.integrations.vllm.settings import Settings
 from tierkv.integrations.weights import memory_file, weights_fingerprint
@@ -23,12 +24,51 @@ if TYPE_CHECKING:
 NO_FILES = "dummy"
 """vLLM's load format for weights that are made up, always in the same way."""
 
+FROM_FOLDER = frozenset(
+    {
+        "auto",
+        "bitsandbytes",
+        "fastsafetensors",
+        "gguf",
+        "hf",
+        "instanttensor",
+        "mistral",
+        "npcache",
+        "pt",
+        "runai_streamer",
+        "runai_streamer_sharded",
+        "safetensors",
+        "sharded_state",
+    }
+)
+"""vLLM's load formats whose weights lie in the model's own folder."""
+
+MEDIA_SETTINGS = (
+    "mm_processor_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
+"""What decides what an engine makes of media, beside the media and the weights."""
+
+ADAPTER_SETTINGS = ("target_modules", "enable_tower_connector_lora")
+"""What decides where an adapter has effect, beside its files. None by default."""
+
+MEDIA_FILES = "*processor_config.json"
+CODE_FILES = "*.py"
+
 NOT_CONTENT = ("_name_or_path", "transformers_version")
 """What a model's configuration has in it that says nothing about its KV."""
 
 
-def refuse_what_cannot_be_told(config: VllmConfig) -> None:
-    """Raise InvalidArgument if a block holds what its name would not say."""
+def refuse_what_cannot_be_told(
+    config: VllmConfig, caches: KVCacheConfig, *, hears_of_sleep: bool
+) -> None:
+    """Raise InvalidArgument if a block holds, or may hold, what its name would not say.
+
+    ``hears_of_sleep``: whether this vLLM says when it gives its KV memory away.
+    """
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise InvalidArgument(
             "calculate_kv_scales makes the KV of a run depend on its first request, so no other "
@@ -42,6 +82,17 @@ def refuse_what_cannot_be_told(config: VllmConfig) -> None:
                 f"{name} is {size}: with context parallelism a rank holds parts of blocks, which "
                 "tierkv does not store; run without it or without the connector"
             )
+    if caches.needs_kv_cache_zeroing and config.use_v2_model_runner:
+        raise InvalidArgument(
+            "this KV cache has several precisions, and vLLM's Model Runner V2 zeroes new blocks "
+            "of it before it says so, while a save may still read them: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0, or run without the connector"
+        )
+    if config.model_config.enable_sleep_mode and not hears_of_sleep:
+        raise InvalidArgument(
+            "enable_sleep_mode: this version of vLLM does not say when it gives its KV memory "
+            "away, which a save may still read; use 0.33, or run without one of both"
+        )
 
 
 def spec_of(
@@ -59,7 +110,7 @@ def spec_of(
     model = config.model_config
     facts = {
         "weights": _weights(config, settings),
-        "model": sorted(_model_facts(model)),
+        "model": sorted(_model_facts(config)),
         "cache": _cache_facts(config, caches, geometry, pages),
     }
     encoded = json.dumps(facts, sort_keys=True, default=repr).encode()
@@ -93,14 +144,43 @@ def _display_name(model: str) -> str:
     return Path(model).resolve().name if Path(model).exists() else model
 
 
-def _model_facts(model: ModelConfig) -> Iterator[tuple[str, str]]:
+def _model_facts(config: VllmConfig) -> Iterator[tuple[str, str]]:
+    model = config.model_config
     content = {
         key: value for key, value in model.hf_config.to_dict().items() if key not in NOT_CONTENT
     }
     yield "config", json.dumps(content, sort_keys=True, default=repr)
     yield "dtype", str(model.dtype)
     yield "quantization", str(model.quantization)
+    yield "quantization settings", repr(getattr(model, "quantization_config", None))
+    yield "classes", repr(sorted(getattr(model, "model_class_overrides", {}).items()))
     yield "runner", str(model.runner_type)
+    # Some models scale positions or attention by whether this is above a bound of theirs.
+    yield "longest", str(model.max_model_len)
+    media = getattr(model, "multimodal_config", None)
+    if media is not None:
+        for name in MEDIA_SETTINGS:
+            yield name, repr(getattr(media, name, None))
+        yield "media files", _small_files(config, MEDIA_FILES)
+    if model.trust_remote_code:
+        yield "code", _small_files(config, CODE_FILES)
+    adapters = config.lora_config
+    if adapters is not None:
+        for name in ADAPTER_SETTINGS:
+            if value := getattr(adapters, name, None):
+                yield name, repr(value)
+
+
+def _small_files(config: VllmConfig, pattern: str) -> str:
+    """What is in the files of the model's folder that have such names."""
+    digest = xxhash.xxh3_128()
+    folder = _folder(config.model_config, config)
+    if folder is not None:
+        for file in sorted(folder.rglob(pattern)):
+            content = file.read_bytes()
+            digest.update(f"{file.relative_to(folder).as_posix()}\0{len(content)}\0".encode())
+            digest.update(content)
+    return digest.hexdigest()
 
 
 def _weights(config: VllmConfig, settings: Settings) -> list[str]:
@@ -111,30 +191,48 @@ def _weights(config: VllmConfig, settings: Settings) -> list[str]:
     draft = getattr(speculative, "draft_model_config", None)
     if draft is not None and draft.model != config.model_config.model:
         models.append(draft)
-    return [_weights_of(model, config.load_config.load_format) for model in models]
+    return [_weights_of(model, config) for model in models]
 
 
-def _weights_of(model: ModelConfig, load_format: Any) -> str:
-    if str(getattr(load_format, "value", load_format)) == NO_FILES:
+def _weights_of(model: ModelConfig, config: VllmConfig) -> str:
+    load_format: Any = config.load_config.load_format
+    name = str(getattr(load_format, "value", load_format))
+    if name == NO_FILES:
         return NO_FILES
+    known = name in FROM_FOLDER and not _elsewhere(model)
+    folder = _folder(model, config) if known else None
+    if folder is None:
+        raise InvalidArgument(
+            f"the weights of {model.model} (load_format {name!r}) are not found in a folder on "
+            "this machine, so they cannot be told from others: name a file or folder that tells "
+            "them by kv_connector_extra_config tierkv.weights"
+        )
+    return weights_fingerprint(folder, memory_file())
+
+
+def _elsewhere(model: ModelConfig) -> bool:
+    """Whether vLLM streams the weights from another place than the model's configuration."""
+    return bool(getattr(model, "model_weights", ""))
+
+
+def _folder(model: ModelConfig, config: VllmConfig) -> Path | None:
+    """Where the model lies: a folder, or one file. None if it does not lie here."""
     path = Path(model.model)
-    if not path.exists():
-        path = _downloaded(model)
-    return weights_fingerprint(path, memory_file())
-
-
-def _downloaded(model: ModelConfig) -> Path:
-    """Where a model of the hub lies that vLLM has loaded."""
+    if path.exists():
+        return path
     from huggingface_hub import snapshot_download  # vLLM has it
 
     try:
-        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-    except Exception as error:  # whatever it raises, there is only this to say
-        raise InvalidArgument(
-            f"the weights of {model.model} are not found on this machine ({error}), so they "
-            "cannot be told from others: name their folder by kv_connector_extra_config "
-            "tierkv.weights"
-        ) from error
+        found = snapshot_download(
+            model.model,
+            revision=model.revision,
+            cache_dir=config.load_config.download_dir,
+            local_files_only=True,
+        )
+    except Exception as error:  # whatever it raises: it is not here
+        log.debug("%s is not found in the cache of the hub: %s", model.model, error)
+        return None
+    return Path(found)
 
 
 def _cache_facts(

@@ -61,7 +61,8 @@ class Tracked:
     """A request of the engine. ``chain``: None if it cannot be told what its KV depends on.
 
     ``noted``: leading blocks that need not be saved any more. ``computed``: tokens that the engine
-    had itself when it asked for more. ``loading``: its ids of the blocks that are being loaded.
+    had itself when it asked for more. ``reached``: tokens that it had, computes, or loads from
+    tierkv. ``loading``: its ids of the blocks that are being loaded.
     """
 
     request: Request
@@ -70,6 +71,7 @@ class Tracked:
     saves: bool
     noted: int = 0
     computed: int = 0
+    reached: int = 0
     hit: Hit | None = None
     loading: frozenset[int] = frozenset()
 
@@ -89,6 +91,7 @@ class SchedulerSide:
         self._workers = 1
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
+        self._given: list[int] = []
         self._numbers = itertools.count(1)
         self._adapters: dict[tuple[int, str], str | None] = {}
         self._generation = b""
@@ -96,7 +99,15 @@ class SchedulerSide:
         self._events = StoredEvents(self._geometry, caches) if roles.tells else None
 
     def attach(self, specs: Sequence[KVSpec]) -> None:
-        """Look up blocks under what the workers say they are: one spec for each."""
+        """Look up blocks under what the workers say they are: one spec for each.
+
+        Raises InvalidArgument if none says so.
+        """
+        if not specs:
+            raise InvalidArgument(
+                "no worker says what its blocks are: in a MultiConnector only the first connector "
+                "that has something to say is heard, so name TierKVConnector first"
+            )
         self.close()
         self._workers = len(specs)
         timeout_s = self._settings.lookup_timeout_s
@@ -113,18 +124,24 @@ class SchedulerSide:
     def match(self, request: Request, computed: int) -> int:
         """Tokens behind the first ``computed`` ones that can be loaded."""
         tracked = self._track(request)
+        tracked.computed = tracked.reached = computed
         size = self._geometry.block_tokens
         usable = (request.num_tokens - 1) // size
         if computed % size or usable <= computed // size or not tracked.reads:
             return 0
         hit = self._look_up(tracked, usable, computed)
-        tracked.computed = computed
         return max(hit.blocks * size - computed, 0)
 
     def allocated(self, request: Request, tables: Sequence[Sequence[int]], tokens: int) -> None:
-        """The engine has made room for ``tokens`` that are to be loaded."""
+        """The engine has made room, for ``tokens`` that are to be loaded among others.
+
+        Another connector beside this one may load into what is not for ours.
+        """
         tracked = self._requests.get(request.request_id)
-        if not tokens or tracked is None or tracked.chain is None:
+        if tracked is None:
+            return
+        self._given += self._geometry.written(self._own(tables), tracked.computed)
+        if not tokens or tracked.chain is None:
             return
         size = self._geometry.block_tokens
         first, stop = tracked.computed // size, (tracked.computed + tokens) // size
@@ -132,6 +149,7 @@ class SchedulerSide:
         rows = self._geometry.rows(self._own(tables), first, stop)
         self._loads.append(Load(request.request_id, chain, first, rows))
         tracked.noted = max(tracked.noted, stop)
+        tracked.reached += tokens
         tracked.loading = frozenset(rows[rows >= 0].tolist())
         self._stats.add("hit_tokens", tokens)
 
@@ -148,10 +166,8 @@ class SchedulerSide:
 
     def step(self, output: SchedulerOutput) -> Step:
         """The work of a step that is about to run."""
-        step = Step(loads=self._loads, idle=not output.total_num_scheduled_tokens)
-        self._loads = []
-        for load in step.loads:
-            step.written += load.rows[load.rows >= 0].tolist()
+        step = Step(self._loads, written=self._given, idle=not output.total_num_scheduled_tokens)
+        self._loads, self._given = [], []
         tables_of = output.kv_connector_block_state.get_block_ids
         for request_id, tokens in output.num_scheduled_tokens.items():
             tables = self._own(tables_of(request_id))
@@ -161,6 +177,10 @@ class SchedulerSide:
                 continue
             computed = tracked.request.num_computed_tokens
             step.written += self._geometry.written(tables, computed)
+            if output.has_sync_kv_loads and computed > tracked.reached:
+                # Another connector loads the rest within this step, and may fail to.
+                tracked.saves = False
+            tracked.reached = computed + tokens
             save = self._save(tracked, tables, computed + tokens)
             if save is not None:
                 step.saves.append(save)
@@ -169,15 +189,17 @@ class SchedulerSide:
     def loaded(self, requests: Iterable[str], missing: Set[int], failed: Set[str]) -> None:
         """Loads have ended; ``missing`` blocks, or those of ``failed`` requests, did not come.
 
-        Such a request looks for nothing more: it would find the same.
+        Such a request looks for nothing more: it would find the same. One of several workers may
+        say what it misses steps before the last of them has ended the load.
         """
+        if missing or failed:
+            for request_id, tracked in self._requests.items():
+                if request_id in failed or tracked.loading & missing:
+                    tracked.reads, tracked.noted = False, 0
         for request_id in requests:
-            tracked = self._requests.get(request_id)
-            if tracked is None:
-                continue
-            if request_id in failed or tracked.loading & missing:
-                tracked.reads, tracked.noted = False, 0
-            tracked.loading, tracked.hit = frozenset(), None
+            ended = self._requests.get(request_id)
+            if ended is not None:
+                ended.loading, ended.hit = frozenset(), None
 
     def saved(self, report: Saved) -> None:
         """Saves have ended, some of them at all workers."""
@@ -199,7 +221,7 @@ class SchedulerSide:
         """
         self._generation = secrets.token_bytes(16)
         for tracked in self._requests.values():
-            tracked.chain = None
+            tracked.chain, tracked.hit = None, None
 
     # --- how --------------------------------------------------------------------------------------
 
