@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,7 @@ PROBE = ask(prompt(100, 31), max_tokens=2)
 ROUNDS = 14
 
 
-def fresh(number: int) -> list[dict[str, object]]:
+def fresh(number: int) -> list[dict[str, Any]]:
     """Requests that no round before had."""
     return [ask(prompt(length, 1000 + number), max_tokens=6) for length in (40, 100, 350)]
 
@@ -114,6 +116,58 @@ def test_killed_and_back_within_one_request(
         answers = engine.finish()
         same([answers[number] for number in numbers], truth(asks))
         hits_again(engine, truth)
+
+
+def test_killed_while_it_brings_blocks_up(engines: Engines, tiny: Path, truth: Truth) -> None:
+    """Most blocks are on disk: a worker cannot take them without the daemon.
+
+    So some loads fail half-way. Their requests compute what is missing.
+    """
+    asks = [ask(tokens, max_tokens=3) for tokens in family(64, [1000] * 8, 32)]
+    tiers = {**TIERS, "device.bytes": "2MiB", "host.bytes": "1MiB"}
+    with running(tiers) as daemon, engines.start(tiny, daemon) as engine:
+        right = truth(asks)
+        engine.generate(asks)
+        stored(daemon, distinct_blocks([asked["tokens"] for asked in asks]))
+        for number in range(ROUNDS):
+            engine.forget()
+            numbers = engine.add(asks)
+            engine.post("finish", 60.0)
+            timer = threading.Timer(0.004 * number, kill, [daemon])
+            timer.start()
+            answers = {int(name): answer["tokens"] for name, answer in engine.take().items()}
+            assert [answers[name] for name in numbers] == [answer.tokens for answer in right]
+            timer.join()
+            nothing_held(engine)
+            daemon.start()
+            until(lambda: hits(engine, asks[0]), lambda: engine.said()[-3000:])
+        counted = engine.call("metrics")
+        assert counted["vllm:tierkv_failed_load_blocks"] > 0, "no kill came in time"
+        assert counted["vllm:tierkv_loaded_blocks"] > 0
+
+
+def hits(engine: Engine, asked: dict[str, Any]) -> bool:
+    """Whether the engine has hits, other than its own."""
+    engine.forget()
+    return engine.generate([asked])[0].cached > 0
+
+
+def test_blocks_are_used_again_before_they_could_be_saved(
+    engines: Engines, tiny: Path, truth: Truth, daemon: Daemon
+) -> None:
+    """The daemon does not answer for a while, and the engine has no memory to spare."""
+    small = {"num_gpu_blocks_override": 24, "max_model_len": 512}
+    with engines.start(tiny, daemon, **small) as engine:
+        for number in range(3):
+            asks = [ask(prompt(300, 400 + 10 * number + other), max_tokens=2) for other in range(4)]
+            freeze(daemon.pid)
+            for asked in asks:
+                same(engine.generate([asked]), truth([asked]))
+            daemon.signal(signal.SIGCONT)
+            until(partial(hits, engine, asks[-1]), lambda: engine.said()[-3000:])
+            for asked in asks:
+                engine.forget()
+                same(engine.generate([asked]), truth([asked]))
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
