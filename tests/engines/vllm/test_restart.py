@@ -8,7 +8,7 @@ from tests.engines.vllm.checks import hits_all, hits_none, same, stored
 from tests.engines.vllm.conftest import Truth
 from tests.engines.vllm.engine import Engines, ask
 from tests.engines.vllm.models import llama
-from tests.engines.vllm.prompts import distinct_blocks, family, prompt
+from tests.engines.vllm.prompts import cacheable, distinct_blocks, family, prompt
 from tests.service.running import Daemon
 
 PROMPTS = [prompt(length, 20) for length in (1, 31, 33, 64, 65, 300)] + family(100, [3, 30, 60], 21)
@@ -55,6 +55,25 @@ def test_what_an_answer_added_is_found_by_the_next_turn(
         answer = engine.generate([second])[0]
         same([answer], truth([second]))
         assert answer.cached == 96
+
+
+def test_the_engine_has_the_beginning_and_tierkv_the_rest(
+    engines: Engines, tiny: Path, truth: Truth, daemon: Daemon
+) -> None:
+    whole = [ask(tokens) for tokens in family(300, [20, 90], 26)]
+    with engines.start(tiny, daemon) as engine:
+        engine.generate(whole)
+        stored(daemon, distinct_blocks([asked["tokens"] for asked in whole]))
+        for own in (32, 96, 288):
+            engine.forget()
+            engine.generate([ask(whole[0]["tokens"][: own + 1])])
+            before = engine.external_hits()
+            answers = engine.generate(whole)
+            same(answers, truth(whole))
+            hits_all(answers, whole)
+            assert engine.external_hits() - before == sum(
+                cacheable(asked["tokens"]) - own for asked in whole
+            )
 
 
 def test_two_engines_at_once(engines: Engines, tiny: Path, truth: Truth, daemon: Daemon) -> None:
