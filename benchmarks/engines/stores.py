@@ -95,7 +95,7 @@ class Lmcache(Store):
         self._python = python
         self._folder = folder
         self._files = folder / "lmcache"
-        self._pool = Path("/dev/shm") / f"lmcache_engines_{os.getpid()}"
+        self._pool = Path("/dev/shm") / f"lmcache_l1_pool_{os.getpid()}"  # its prefix
         self._port, self._http, self._prometheus = free_ports(3)
         self._process: subprocess.Popen[bytes] | None = None
 
