@@ -17,7 +17,7 @@ from tierkv.integrations.vllm.memory import EngineMemory
 from tierkv.integrations.vllm.messages import Load
 from tierkv.integrations.vllm.stats import ConnectorStats
 
-ATTACH_S = 0.5
+ATTACH_S = 0.05
 """How long a load waits for its connection: the scheduler's may be back a moment earlier. It counts
 from when the load was asked for, so that many of them do not wait one after another."""
 
