@@ -215,3 +215,40 @@ def test_a_client_that_is_closed(model: Any, attached: Attached, client: tierkv.
     client.close()
     got = model.generate(prompt(60), do_sample=False, max_new_tokens=20)
     assert torch.equal(got, llama().generate(prompt(60), do_sample=False, max_new_tokens=20))
+
+
+def test_detach_ends_caches_that_live(model: Any, attached: Attached) -> None:
+    before = held(attached.client)
+    cache = attached.cache()
+    feed(attached, cache, prompt(40))
+    assert held(attached.client) == before + 1
+    attached.detach()
+    assert held(attached.client) == before
+    with torch.no_grad(), pytest.raises(InvalidArgument, match="not attached"):
+        model(prompt(1), **by_hand(attached, cache))
+
+
+def test_detach_gives_back_the_models_own_generate(model: Any, attach_here: Attach) -> None:
+    own = model.generate = lambda: "its own"
+    attach_here(model).detach()
+    assert model.generate is own
+
+
+def test_the_older_name_of_the_cache_is_taken(model: Any, attached: Attached) -> None:
+    ids, cache = prompt(60), attached.cache()
+    with torch.no_grad():
+        model(ids[:, :40], past_key_values=cache)
+        assert cache.get_seq_length() == 40
+        assert close(model(ids[:, 40:], past_key_values=cache).logits, plain(ids)[:, 40:])
+
+
+def test_nothing_is_stored_in_training(model: Any, attached: Attached) -> None:
+    """Dropout would make the keys and values random."""
+    model.train()
+    with pytest.raises(InvalidArgument, match="training mode"):
+        feed(attached, attached.cache(), prompt(40))
+    model.generate(prompt(40), do_sample=False, max_new_tokens=4)
+    model.eval()
+    cache = attached.cache()
+    feed(attached, cache, prompt(40), logits_to_keep=1)
+    assert cache.cached_tokens == 0

@@ -76,6 +76,24 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "not one that",
     ),
     "ALiBi": ("BloomConfig", {"vocab_size": 300, "hidden_size": 64, "n_head": 4}, "position"),
+    "window in a mask only": (
+        "PhimoeConfig",
+        {**SHAPE, "num_local_experts": 4, "sliding_window": 60},
+        "sliding window by a mask",
+    ),
+    "windows of layers in a mask only": (
+        "Qwen2MoeConfig",
+        {
+            **SHAPE,
+            "sliding_window": 60,
+            "use_sliding_window": True,
+            "layer_types": HYBRID,
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+        "sliding window by a mask",
+    ),
     "moving rope": (
         "LlamaConfig",
         {

@@ -90,6 +90,8 @@ class Attached:
         self._salt = salt
         self._device = next(model.parameters()).device
         self._dropped: deque[Batch] = deque()
+        self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
+        self._own_generate = vars(model).get("generate")
         self._away_until = 0.0
         self._namespace: Namespace | None = None
         self._mark, self._probe = 0, b""
@@ -137,6 +139,7 @@ class Attached:
             on_loss=self._be_away,
         )
         cache = TierKVCache(batch, self.spec.layers)
+        self._batches.add(batch)
         weakref.finalize(cache, self._dropped.append, batch).atexit = False
         return cache
 
@@ -148,11 +151,14 @@ class Attached:
 
     def detach(self) -> None:
         """The model is as it was. Caches that were made end; the client stays open."""
-        while self._dropped:
-            self._dropped.popleft().end()
+        for batch in list(self._batches):
+            batch.end()
+        self._dropped.clear()
         self._hooks.remove()
         self.model.set_attn_implementation(self._plain)
         vars(self.model).pop("generate", None)
+        if self._own_generate is not None:
+            self.model.generate = self._own_generate
         vars(self.model).pop("_tierkv", None)
 
     def _look_at_weights(self) -> KVSpec:
@@ -217,5 +223,6 @@ class Attached:
         use = kwargs.get("use_cache", getattr(config, "use_cache", True))
         kind = kwargs.get("cache_implementation", getattr(config, "cache_implementation", None))
         given = any(kwargs.get(n) is not None for n in ("cache", "past_key_values"))
-        embedded = kwargs.get("inputs_embeds") is not None
-        return use is not False and kind in (None, "dynamic") and not given and not embedded
+        unserved = self.model.training or kwargs.get("inputs_embeds") is not None
+        unserved |= bool(kwargs.get("output_attentions", getattr(config, "output_attentions", 0)))
+        return use is not False and kind in (None, "dynamic") and not given and not unserved

@@ -60,8 +60,21 @@ def _attend_paged(module: Any, query: Tensor, options: dict[str, Any]) -> tuple[
     if step is None or unknown or not getattr(module, "is_causal", True) or options.get("dropout"):
         reason = ", ".join(unknown) or "dropout or attention that is not causal"
         raise InvalidArgument(f"{type(module).__name__} asks for {reason}: tierkv computes none")
+    if "sliding_window" not in options and _has_window(module):
+        raise InvalidArgument(
+            f"{type(module).__name__} tells of its sliding window by a mask only, at which tierkv "
+            "does not look"
+        )
     out = step.attend(query, options.get("scaling"), window, options.get("softcap"))
     return out, None
+
+
+def _has_window(module: Any) -> bool:
+    """Whether a layer's configuration gives it a sliding window."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    slides = not kinds or kinds[module.layer_idx] == "sliding_attention"
+    return slides and bool(getattr(config, "sliding_window", None))
 
 
 def _mask(*shape: Any, **options: Any) -> Tensor | None:

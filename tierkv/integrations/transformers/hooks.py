@@ -58,6 +58,13 @@ class Hooks:
             cache = given.get("past_key_values")
         if not isinstance(cache, TierKVCache):
             return None
+        given.pop("past_key_values", None)  # what older versions call it
+        given[self.cache_name] = cache
+        if model.training:
+            raise InvalidArgument(
+                "the model is in training mode, in which dropout changes keys and values: call "
+                "model.eval() first"
+            )
         batch = cache.batch
         ids, real = _columns(given, batch)
         if ids.shape[1] > 1 and batch.weights != weights.mark(model):
