@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
@@ -24,7 +25,7 @@ from tierkv import KVSpec, connect
 from tierkv.errors import InvalidArgument
 from tierkv.integrations.attachment import Attachment
 from tierkv.integrations.vllm.attaching import attachment
-from tierkv.integrations.vllm.chain import Chain
+from tierkv.integrations.vllm.chain import Chain, ChainOf
 from tierkv.integrations.vllm.geometry import Geometry
 from tierkv.integrations.vllm.identity import spec_of
 from tierkv.integrations.vllm.loader import Loader
@@ -122,6 +123,18 @@ def test_blocks_that_another_connector_may_load_into_are_written(cached: Daemon)
         assert side.step(empty_step()).written == []
 
 
+def test_media_that_a_session_gets_later_are_in_its_names() -> None:
+    """Its first message had none."""
+    session = Request("s", TOKENS.tolist(), SamplingParams(max_tokens=1), None, resumable=True)
+    chain = ChainOf(session, BLOCK, (), generate_block_hash_extra_keys)
+    assert chain.first(4).extra_keys is None
+    place = PlaceholderRange(offset=2 * BLOCK, length=BLOCK)
+    session.mm_features.append(MultiModalFeatureSpec(None, "image", "cat", place))
+    keys = chain.first(4).extra_keys
+    assert keys is not None
+    assert [key is not None for key in keys] == [False, False, True, False]
+
+
 def test_the_workers_must_say_what_their_blocks_are(cached: Daemon) -> None:
     """Else every lookup would find everything."""
     with scheduling(cached) as side, pytest.raises(InvalidArgument, match="MultiConnector"):
@@ -182,6 +195,21 @@ def test_what_a_later_step_writes_is_not_saved_for_an_earlier_one(daemon: Daemon
         saver.close(PATIENT_S)
         worker.attachment.close()
     assert [found(daemon, start) for start in (100, 200, 300, 400)] == [1, 0, 1, 1]
+
+
+def test_a_block_that_is_not_saved_is_counted_once(daemon: Daemon) -> None:
+    """Though every later save of its chain has it, too."""
+    daemon.signal(signal.SIGKILL)
+    daemon.wait()
+    worker = Worker(daemon)
+    saver = Saver(worker.attachment, worker.memory, worker.stats, nullcontext)
+    tokens = np.arange(3 * BLOCK, dtype=np.uint32)
+    for full in (1, 2, 3):
+        rows = np.arange(1, full + 1, dtype=np.int32).reshape(-1, 1)
+        saver.submit(Save(full, Chain(tokens[: full * BLOCK], None), rows, full - 1))
+    saver.close(PATIENT_S)
+    worker.attachment.close()
+    assert worker.stats.data["dropped_save_blocks"] == 3
 
 
 def test_loads_do_not_wait_for_a_daemon_one_after_another(daemon: Daemon) -> None:

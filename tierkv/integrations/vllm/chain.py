@@ -45,7 +45,6 @@ class ChainOf:
         self._tokens: U32 = np.empty(0, np.uint32)
         self._keys: list[bytes | None] = []
         self._item = 0
-        self._plain = not (owner or _has_keys(request))
 
     def first(self, blocks: int) -> Chain:
         """The first ``blocks`` blocks, whose tokens the request must have.
@@ -54,13 +53,14 @@ class ChainOf:
         """
         wanted = blocks * self._block_tokens
         if getattr(self._request, "resumable", False):
-            # A session's next message may replace tokens of the last answer.
+            # A session's next message may replace tokens of the last answer, and bring media.
             self._tokens, self._keys, self._item = self._tokens[:0], [], 0
         known = len(self._tokens)
         if known < wanted:
             new = token_array(self._request.all_token_ids[known:wanted])
             self._tokens = np.concatenate([self._tokens, new])
-        return Chain(self._tokens[:wanted], None if self._plain else self._keys_of(blocks))
+        plain = not (self._owner or _has_keys(self._request))
+        return Chain(self._tokens[:wanted], None if plain else self._keys_of(blocks))
 
     def _keys_of(self, blocks: int) -> tuple[bytes | None, ...]:
         while len(self._keys) < blocks:

@@ -252,8 +252,8 @@ def _require_recompute(transfer: Any) -> None:
 def _media_are_named_by_content(config: VllmConfig) -> bool:
     """vLLM hashes images only if it has a use for that itself; else it numbers them."""
     media = config.model_config.multimodal_config
-    cached = bool(media and media.mm_processor_cache_gb)
-    return cached or bool(config.cache_config.enable_prefix_caching)
+    hashed = media is None or media.mm_processor_cache_gb
+    return bool(hashed or config.cache_config.enable_prefix_caching)
 
 
 def _ranks() -> tuple[int, int]:

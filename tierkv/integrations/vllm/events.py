@@ -37,13 +37,15 @@ class StoredEvents:
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
         per, size = self._hashes_per_block, self._block_tokens
-        hashes = [maybe_convert_block_hash(name) for name in request.block_hashes]
-        if len(hashes) < full * per:
+        if len(request.block_hashes) < full * per:
             return
+        names = request.block_hashes[max(first * per - 1, 0) : full * per]
+        hashes = [maybe_convert_block_hash(name) for name in names]
+        parent = hashes.pop(0) if first else None
         adapter = request.lora_request
         event = BlockStored(
-            block_hashes=hashes[first * per : full * per],
-            parent_block_hash=hashes[first * per - 1] if first else None,
+            block_hashes=hashes,
+            parent_block_hash=parent,
             token_ids=list(request.all_token_ids[first * size : full * size]),
             block_size=size // per,
             lora_id=adapter.adapter_id if adapter else None,

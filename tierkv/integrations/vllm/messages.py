@@ -34,11 +34,15 @@ class Load:
 
 @dataclass
 class Save:
-    """Store the blocks of ``chain``, which lie in ``rows`` (i32 [all its blocks, columns])."""
+    """Store the blocks of ``chain``, which lie in ``rows`` (i32 [all its blocks, columns]).
+
+    An earlier save had those before ``first``; what became of them is not known here.
+    """
 
     number: int
     chain: Chain
     rows: I32
+    first: int = 0
 
 
 @dataclass

@@ -66,7 +66,10 @@ class Saver:
             self._queued.append(_Queued(save, ready, self._step))
             self._queued_tokens += len(save.chain.tokens)
             while len(self._queued) > QUEUED_MAX or self._queued_tokens > QUEUED_TOKENS_MAX:
-                self._end(self._next().save, 0)
+                dropped = self._next().save
+                self._end(dropped, 0)
+                with self._counting():
+                    self._stats.add("dropped_save_blocks", len(dropped.rows) - dropped.first)
             self._change.notify_all()
 
     def let_be(self, written: list[int]) -> None:
@@ -143,9 +146,8 @@ class Saver:
             self._stats.add("saved_blocks", progress.stored)
             self._stats.add("saved_bytes", progress.stored * self._memory.block_bytes)
             self._stats.add("save_seconds", time.monotonic() - started_s)
-            self._stats.add(
-                "dropped_save_blocks", len(save.rows) - progress.known - progress.stored
-            )
+            there = max(progress.known + progress.stored, save.first)
+            self._stats.add("dropped_save_blocks", len(save.rows) - there)
         return progress.known + progress.stored
 
     def _store(self, namespace: Namespace, queued: _Queued, progress: _Progress) -> None:

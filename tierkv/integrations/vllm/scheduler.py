@@ -247,8 +247,8 @@ class SchedulerSide:
 
     def _owner(self, request: Request) -> tuple[Any, ...] | None:
         """What its whole chain depends on; None if that cannot be told."""
-        if request.mm_features and not self._roles.knows_media:
-            return None
+        if (request.mm_features or request.resumable) and not self._roles.knows_media:
+            return None  # a session's next message may have media
         owner: list[Any] = [("generation", self._generation)] if self._generation else []
         adapter = request.lora_request
         if adapter is not None:
@@ -324,7 +324,7 @@ class SchedulerSide:
             tracked.saves = False
             return None
         first, tracked.noted = tracked.noted, full
-        save = Save(next(self._numbers), chain, self._geometry.rows(tables, 0, full))
+        save = Save(next(self._numbers), chain, self._geometry.rows(tables, 0, full), first)
         if self._events is not None:
             self._events.expect(save.number, request, first, full)
         return save
