@@ -19,6 +19,9 @@ from tests.service.running import ROOT, environment
 ANSWER_S = 300.0
 """Longest wait for an engine's answer; only a failing test reaches it."""
 
+LOOKUP_S = 1.0
+"""A busy machine must not turn the hits that a test counts into misses, as 50 ms might."""
+
 BLOCK = 32
 """Tokens of an engine block: what vLLM's CPU attention can do."""
 
@@ -50,7 +53,10 @@ def connector(daemon_socket: Path | str, **more: Any) -> dict[str, Any]:
         "kv_connector_module_path": "tierkv.integrations.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"tierkv.socket": str(daemon_socket)},
+        "kv_connector_extra_config": {
+            "tierkv.socket": str(daemon_socket),
+            "tierkv.lookup_timeout_s": LOOKUP_S,
+        },
         **more,
     }
 

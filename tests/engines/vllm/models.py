@@ -24,10 +24,10 @@ def llama(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     return _fill(folder, seed, changes)
 
 
-def gemma(folder: Path, *, window: int, seed: int = 0) -> Path:
-    """A Gemma 3 of four layers; the last one sees everything, the others ``window`` tokens."""
+def gemma(folder: Path, *, window: int, seeing_all: int = 1, seed: int = 0) -> Path:
+    """A Gemma 3 of four layers; the last ``seeing_all`` see everything, the others a window."""
     tiny_llama(folder, layers=4, context_tokens=CONTEXT_TOKENS, vocab_size=VOCAB)
-    sees = ["sliding_attention"] * 3 + ["full_attention"]
+    sees = ["sliding_attention"] * (4 - seeing_all) + ["full_attention"] * seeing_all
     changes = {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
