@@ -135,6 +135,20 @@ def test_a_switched_adapter_is_another_model(attach_here: Attach) -> None:
         assert cached(model, attached, prompt(60)) == tokens
 
 
+def test_adapters_of_single_rows_store_nothing(attach_here: Attach) -> None:
+    """peft hands ``adapter_names`` over by hooks on the layers that have adapters."""
+    model = llama()
+    layer = model.model.layers[0].mlp.up_proj
+    layer.disable_adapters = False
+    attached = attach_here(model)
+    handle = layer.register_forward_pre_hook(lambda _module, args: (2 * args[0],))
+    model.generate(prompt(60), **GREEDY)
+    with pytest.raises(InvalidArgument, match="adapter_names"):
+        cached(model, attached, prompt(60))
+    handle.remove()
+    assert cached(model, attached, prompt(60)) == 0
+
+
 def test_a_cache_of_other_weights_is_not_gone_on_with(attach_here: Attach) -> None:
     model = llama()
     attached = attach_here(model)

@@ -224,5 +224,6 @@ class Attached:
         kind = kwargs.get("cache_implementation", getattr(config, "cache_implementation", None))
         given = any(kwargs.get(n) is not None for n in ("cache", "past_key_values"))
         unserved = self.model.training or kwargs.get("inputs_embeds") is not None
+        unserved |= weights.differ_by_row(self.model)
         unserved |= bool(kwargs.get("output_attentions", getattr(config, "output_attentions", 0)))
         return use is not False and kind in (None, "dynamic") and not given and not unserved

@@ -71,6 +71,8 @@ class Hooks:
             raise InvalidArgument(
                 "the model's weights have changed since this cache was made: make a new one"
             )
+        if ids.shape[1] > 1 and weights.differ_by_row(model):
+            raise InvalidArgument("tierkv serves one adapter for all rows, not adapter_names")
         keep = _wanted(model, given, ids.shape[1])
         positions = given.get("position_ids")
         step, skipped = self._prepare(model, cache, ids, real, keep)

@@ -60,8 +60,21 @@ def _config_of(model: Any) -> dict[str, Any]:
 
 
 def _switches(model: nn.Module) -> list[list[str]]:
-    layers = (module for module in model.modules() if hasattr(module, SWITCHES[0]))
-    return [[str(getattr(layer, name, None)) for name in SWITCHES] for layer in layers]
+    return [[str(getattr(layer, name, None)) for name in SWITCHES] for layer in _adapted(model)]
+
+
+def _adapted(model: nn.Module) -> Iterator[nn.Module]:
+    """The layers with adapters. A whole model of transformers has a method of the same name."""
+    for module in model.modules():
+        if isinstance(getattr(module, SWITCHES[0], None), bool):
+            yield module
+
+
+def differ_by_row(model: nn.Module) -> bool:
+    """Whether each row of a batch may have an adapter of its own (peft's ``adapter_names``, which
+    hooks on the adapted layers hand over).
+    """
+    return any(module._forward_pre_hooks for module in _adapted(model))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
