@@ -24,7 +24,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     socket: str = ""
     weights: str = ""
-    lookup_timeout_s: float = 0.05
+    lookup_timeout_s: float = 0.25
     transfer_timeout_s: float = 5.0
     save: bool = True
     save_output: bool = True
