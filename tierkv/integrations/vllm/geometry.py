@@ -101,13 +101,14 @@ def _require_attention(group: Any) -> None:
         AttentionSpec,
         CrossAttentionSpec,
         EncoderOnlyAttentionSpec,
+        RSWASpec,
         iter_layer_specs,
     )
 
     for spec in iter_layer_specs(group.kv_cache_spec):
         attention = isinstance(spec, AttentionSpec)
-        if isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec):
-            attention = False
+        if isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec | RSWASpec):
+            attention = False  # of the last: what a token sees depends on where the prompt ends
         if not attention or not spec.prefix_cacheable:
             raise InvalidArgument(
                 f"layer {group.layer_names[0]} keeps {type(spec).__name__}: tierkv stores the KV "

@@ -74,6 +74,11 @@ def refuse_what_cannot_be_told(
             "calculate_kv_scales makes the KV of a run depend on its first request, so no other "
             "run may use it: take scales from the checkpoint, or run without the connector"
         )
+    if config.model_config.is_diffusion:
+        raise InvalidArgument(
+            "a diffusion model changes the KV of tokens after it was computed: tierkv stores what "
+            "depends on the tokens before only; run this model without the connector"
+        )
     parallel = config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)

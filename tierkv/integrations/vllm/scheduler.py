@@ -13,11 +13,11 @@ from tierkv.client.sync import Namespace
 from tierkv.core.spec import KVSpec
 from tierkv.errors import InvalidArgument, TierkvError
 from tierkv.integrations.attachment import LOST, Attachment
+from tierkv.integrations.vllm.adapters import Adapters
 from tierkv.integrations.vllm.attaching import attachment
 from tierkv.integrations.vllm.chain import Chain, ChainOf, ExtraKeysOf
 from tierkv.integrations.vllm.events import StoredEvents
 from tierkv.integrations.vllm.geometry import Geometry
-from tierkv.integrations.vllm.identity import adapter_fingerprint
 from tierkv.integrations.vllm.logs import log
 from tierkv.integrations.vllm.messages import Load, Save, Saved, Step
 from tierkv.integrations.vllm.settings import Settings
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
-
-ADAPTERS_MAX = 1024
-"""LoRA adapters whose fingerprints are kept."""
 
 FOUND_S = 0.5
 """How long an answer is good: a request that waits for room is asked about again each step."""
@@ -93,7 +90,7 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._given: list[int] = []
         self._numbers = itertools.count(1)
-        self._adapters: dict[tuple[int, str], str | None] = {}
+        self._adapters = Adapters()
         self._generation = b""
         self._stats = ConnectorStats()
         self._events = StoredEvents(self._geometry, caches) if roles.tells else None
@@ -108,13 +105,17 @@ class SchedulerSide:
                 "no worker says what its blocks are: in a MultiConnector only the first connector "
                 "that has something to say is heard, so name TierKVConnector first"
             )
-        self.close()
+        self._disconnect()
         self._workers = len(specs)
         timeout_s = self._settings.lookup_timeout_s
         self._attachment = attachment(self._settings, specs, "lookup", timeout_s)
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection, and its threads."""
+        self._adapters.close()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         if self._attachment is not None:
             self._attachment.close()
             self._attachment = None
@@ -252,23 +253,11 @@ class SchedulerSide:
         owner: list[Any] = [("generation", self._generation)] if self._generation else []
         adapter = request.lora_request
         if adapter is not None:
-            fingerprint = self._adapter(adapter)
+            fingerprint = self._adapters.fingerprint(adapter, self._settings.lookup_timeout_s)
             if fingerprint is None:
                 return None
             owner.append(("adapter", fingerprint))
         return tuple(owner)
-
-    def _adapter(self, adapter: Any) -> str | None:
-        key = (adapter.lora_int_id, adapter.lora_path)
-        if key not in self._adapters or adapter.load_inplace:
-            try:
-                self._adapters[key] = adapter_fingerprint(adapter.lora_path)
-            except InvalidArgument as error:
-                log.warning("requests of LoRA %s bypass it: %s", adapter.lora_name, error)
-                self._adapters[key] = None
-            while len(self._adapters) > ADAPTERS_MAX:
-                del self._adapters[next(iter(self._adapters))]
-        return self._adapters[key]
 
     def _look_up(self, tracked: Tracked, usable: int, computed: int) -> Hit:
         request, hit = tracked.request, tracked.hit
