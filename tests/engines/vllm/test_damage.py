@@ -70,7 +70,9 @@ def test_harmed_disk(
         missed = engine.generate(ASKS)
         same(missed, truth(ASKS))
         most = [cacheable(tokens) for tokens in PROMPTS]
-        assert sum(answer.cached for answer in missed) < sum(most), "the harm reached no block"
+        # A block that is found damaged only when it is loaded was a hit until then.
+        failed = engine.call("metrics").get("vllm:tierkv_failed_load_blocks", 0)
+        assert sum(answer.cached for answer in missed) < sum(most) or failed, "no block was harmed"
 
         def repaired() -> bool:
             engine.forget()
