@@ -11,7 +11,7 @@ NATIVE := tierkv/native/libtierkv_native.so kernels/tierkv_kernels/cpu/libtierkv
 ENGINES := .venv-vllm/.ready .venv-transformers/.ready
 
 .PHONY: demo test lint format bench bench-attention bench-engines gpu-check soak setup engines engines-setup
-.PHONY: engines-vllm engines-transformers clean
+.PHONY: engines-vllm-deaths engines-vllm-identity engines-vllm-rest engines-transformers-old engines-transformers clean
 
 setup: $(READY)
 
@@ -22,15 +22,28 @@ test: $(READY) $(NATIVE)
 	$(BIN)/python -m pytest
 
 # A real vLLM and transformers, each in an environment of its own: 5 GB, some minutes on first use.
-# An engine keeps one CPU busy, hence two at a time.
+# An engine keeps one CPU busy, hence two at a time; the parts that take longest come first.
 engines: engines-setup $(NATIVE)
-	$(MAKE) --no-print-directory --output-sync=target --jobs=2 engines-vllm engines-transformers
+	$(MAKE) --no-print-directory --output-sync=target --jobs=2 \
+	  engines-vllm-deaths engines-vllm-identity engines-vllm-rest engines-transformers-old engines-transformers
 
-engines-vllm:
-	.venv-vllm/bin/python -m pytest tests/engines --ignore=tests/engines/transformers
+VLLM_DEATHS := $(addprefix tests/engines/vllm/test_,daemon_dies.py engine_dies.py damage.py restart.py)
+VLLM_IDENTITY := tests/engines/vllm/test_identity.py
+
+engines-vllm-deaths:
+	.venv-vllm/bin/python -m pytest $(VLLM_DEATHS)
+
+engines-vllm-identity:
+	.venv-vllm/bin/python -m pytest $(VLLM_IDENTITY)
+
+engines-vllm-rest:
+	.venv-vllm/bin/python -m pytest tests/engines --ignore=tests/engines/transformers \
+	  $(addprefix --ignore=,$(VLLM_DEATHS) $(VLLM_IDENTITY))
+
+engines-transformers-old:
+	.venv-vllm/bin/python -m pytest tests/engines/transformers
 
 engines-transformers:
-	.venv-vllm/bin/python -m pytest tests/engines/transformers
 	.venv-transformers/bin/python -m pytest tests/engines --ignore=tests/engines/vllm
 
 engines-setup: $(ENGINES)
