@@ -25,7 +25,7 @@ from examples.smollm2_folder import smollm2_folder
 from tierkv.bench.report import describe_machine
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "BENCHMARKS.md"
-ROUNDS = {512: 12, 2048: 5, 4096: 3}
+ROUNDS = {512: 8, 2048: 4, 4096: 2}
 ROUNDS_QUICK = {512: 1}
 PARTS = ("requests", "served")
 STORES = (Tierkv.name, Lmcache.name)

@@ -26,6 +26,6 @@ class Prompts:
         self._question = tokenizer.encode(f"\n\n{QUESTIONS[0]}\n")
 
     def prompt(self, number: int, tokens: int) -> list[int]:
-        """``tokens`` of prose and the question; another number is another text."""
-        begin = number * SHIFT_TOKENS % (len(self._text) - tokens)
+        """``tokens`` of prose and the question; another number, or length, is another text."""
+        begin = (number * SHIFT_TOKENS + tokens) % (len(self._text) - tokens)
         return self._text[begin : begin + tokens] + self._question
