@@ -11,10 +11,15 @@ from tests.engines.vllm.checks import same, until
 from tests.engines.vllm.conftest import Truth
 from tests.engines.vllm.engine import Engines, ask
 from tests.engines.vllm.prompts import family
-from tests.service.running import SHM, Daemon
+from tests.service.running import Daemon
 
 KILLS = 30
 KNOWN = [ask(tokens, max_tokens=4) for tokens in family(256, [10, 45, 300], 40)]
+
+
+def shared_memory(daemon: Daemon) -> set[str]:
+    """All that a daemon and its workers share, by name; other tests' is elsewhere."""
+    return {path.name for path in daemon.arenas.rglob("*")}
 
 
 def held(daemon: Daemon) -> dict[str, int]:
@@ -29,7 +34,7 @@ NOTHING = {"leases": 0, "connections": 0, "sequences": 0}
 def test_killed_thirty_times(engines: Engines, tiny: Path, truth: Truth, daemon: Daemon) -> None:
     """Two at a time, each in the middle of requests that load and save."""
     descriptors = []
-    shared = set(os.listdir(SHM))
+    shared = shared_memory(daemon)
     for cycle in range(KILLS // 2):
         pair = [engines.order(tiny, daemon) for _ in range(2)]
         with pair[0].ready() as one, pair[1].ready() as other:
@@ -45,7 +50,7 @@ def test_killed_thirty_times(engines: Engines, tiny: Path, truth: Truth, daemon:
         descriptors.append(len(os.listdir(f"/proc/{daemon.pid}/fd")))
     # Files of its tiers and its log are opened when they are first needed.
     assert max(descriptors[-5:]) <= max(descriptors[:-5]), f"descriptors leak: {descriptors}"
-    assert set(os.listdir(SHM)) == shared
+    assert shared_memory(daemon) == shared
     status = daemon.status()
     device = status["tiers"]["device"]
     assert status["fenced_blocks"] == 0
@@ -55,7 +60,6 @@ def test_killed_thirty_times(engines: Engines, tiny: Path, truth: Truth, daemon:
         answers = engine.generate(KNOWN)
         same(answers, truth(KNOWN))
         assert engine.external_hits() > 0
-        before = set(os.listdir(SHM))
         engine.close()
-    assert set(os.listdir(SHM)) <= before
+    assert shared_memory(daemon) == shared
     until(lambda: held(daemon) == NOTHING, lambda: held(daemon))
