@@ -26,6 +26,7 @@ def attachment(
             call_timeout_s=call_timeout_s,
             reconnect_s=0.0,
             name=f"vllm-{os.getpid()}-{part}",
+            populate=part != "lookup",  # which touches no block
         )
 
     return Attachment(attach, specs, f"tierkv {part}", log)
