@@ -25,6 +25,7 @@ from tierkv.bench.report import describe_machine
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "BENCHMARKS.md"
+STORED = ROOT / "benchmarks" / "results" / "engines-0.1.0-2cpu.json"
 
 
 # --- what is asked --------------------------------------------------------------------------------
@@ -175,3 +176,14 @@ def test_the_page_has_a_place_for_the_result() -> None:
     assert page.text(written) in after
     assert after.partition(page.BEGIN)[0] == before.partition(page.BEGIN)[0]
     assert after.partition(page.END)[2] == before.partition(page.END)[2]
+
+
+def test_the_page_shows_the_stored_result() -> None:
+    """And that is a whole one, in which no request got other tokens."""
+    stored = document.load(STORED)
+    shown = PAGE.read_text()
+    assert page.replaced(shown, stored) == shown, "run python -m benchmarks.engines --docs FILE"
+    assert not stored.quick
+    assert {row.store for row in stored.rows} == {"none", "tierkv", "LMCache"}
+    assert all(pair.same for row in stored.rows for pair in row.pairs)
+    assert all(crash.same for crash in stored.crashes)
