@@ -10,6 +10,7 @@ import torch
 
 import tierkv
 from examples.demo_daemon import DemoDaemon
+from tests.engines.transformers.tiny import llama
 from tierkv.integrations.transformers import Attached, attach
 
 MIB = 1 << 20
@@ -52,3 +53,13 @@ def attach_here(client: tierkv.Client, request: pytest.FixtureRequest) -> Attach
         return attach(model, client, **{"salt": request.node.nodeid, **options})
 
     return attach_here
+
+
+@pytest.fixture
+def model() -> Any:
+    return llama()
+
+
+@pytest.fixture
+def attached(model: Any, attach_here: Attach) -> Attached:
+    return attach_here(model)

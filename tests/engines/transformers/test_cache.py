@@ -17,16 +17,6 @@ from tierkv.errors import InvalidArgument
 from tierkv.integrations.transformers import Attached, TierKVCache
 
 
-@pytest.fixture
-def model() -> Any:
-    return llama()
-
-
-@pytest.fixture
-def attached(model: Any, attach_here: Attach) -> Attached:
-    return attach_here(model)
-
-
 @torch.no_grad()
 def feed(attached: Attached, cache: TierKVCache, ids: Tensor, **more: Any) -> Tensor:
     """The logits of these columns."""

@@ -26,16 +26,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def model() -> Any:
-    return llama()
-
-
-@pytest.fixture
-def attached(model: Any, attach_here: Attach) -> Attached:
-    return attach_here(model)
-
-
 def tokens(model: Any, inputs: dict[str, torch.Tensor], way: dict[str, Any]) -> torch.Tensor:
     torch.manual_seed(7)
     found: torch.Tensor = model.generate(**inputs, **{**GREEDY, **way})

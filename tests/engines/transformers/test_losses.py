@@ -48,11 +48,6 @@ STROKES = {"restarts": restarts, "forgets": forgets, "dies": dies}
 
 
 @pytest.fixture
-def model() -> Any:
-    return llama()
-
-
-@pytest.fixture
 def attached(own_daemon: DemoDaemon, model: Any, request: Any) -> Iterator[Attached]:
     """Waits for a daemon that will come, and not for one that will not."""
     reconnect_s = 0.2 if "dies" in request.node.name else 30
