@@ -72,6 +72,29 @@ print(f"{sys.argv[2]}: {cached} of {usage['prompt_tokens']} tokens were cached;"
 END
 }
 
+blocks() {
+  "$python" -m tierkv status --json |
+    "$python" -c 'import json, sys; print(json.load(sys.stdin)["blocks"])'
+}
+
+# Blocks are saved in the background: those of the answer's prompt that were not cached, beside the
+# $1 that the daemon had before.
+wait_for_blocks() {
+  local wanted
+  wanted=$("$python" - "$folder/answer.json" "$1" <<'END'
+import json, sys
+usage = json.load(open(sys.argv[1]))["usage"]
+cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+print(int(sys.argv[2]) + usage["prompt_tokens"] // 32 - cached // 32)
+END
+  )
+  for _ in $(seq 60); do
+    [ "$(blocks)" -lt "$wanted" ] || return 0
+    sleep 0.2
+  done
+  echo "tierkv does not have all of the document: see \"tierkv status\"" >&2
+}
+
 "$python" -m tierkv status >/dev/null 2>&1 || { echo "no daemon is running: starting one"; start_daemon; }
 [ -n "$model" ] || model=$("$python" -m examples.smollm2_folder)
 "$python" - >"$folder/request.json" <<'END'
@@ -84,8 +107,9 @@ END
 
 echo "starting vLLM's server"
 start_server
+before=$(blocks)
 ask "first server"
-sleep 2  # blocks are saved in the background
+wait_for_blocks "$before"
 echo "kill -9 of the server, and another one"
 kill -9 -- "-$server" && wait "$server" 2>/dev/null || true
 start_server
