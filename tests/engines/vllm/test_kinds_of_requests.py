@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -11,7 +12,7 @@ from vllm.v1.request import Request
 
 from tests.engines.vllm.checks import hits_all, nothing_held, same, stored, until
 from tests.engines.vllm.conftest import Truth
-from tests.engines.vllm.engine import BLOCK, Engines, ask
+from tests.engines.vllm.engine import BLOCK, Engine, Engines, ask
 from tests.engines.vllm.prompts import distinct_blocks, prompt
 from tests.service.running import Daemon
 from tierkv import KVSpec
@@ -19,6 +20,29 @@ from tierkv.core.prefix import chain_hashes, extra_digests
 from tierkv.integrations.vllm.chain import Chain, ChainOf
 
 SPEC = KVSpec(model="any", packing="any", packed_bytes=64, block_tokens=BLOCK)
+
+
+def goes_on(
+    engine: Engine, daemon: Daemon, truth: Truth, asks: list[dict[str, Any]], seed: int
+) -> None:
+    """What an engine has stored of its answers is found, to the token, by questions after them."""
+    right = truth(asks)
+    turns = [
+        ask(asked["tokens"] + answer.tokens[0] + prompt(40, seed), max_tokens=30)
+        for asked, answer in zip(asks, right, strict=True)
+    ]
+    # The last token of an answer has no KV yet.
+    known = [
+        asked["tokens"] + answer.tokens[0][:-1] for asked, answer in zip(asks, right, strict=True)
+    ]
+    stored(daemon, distinct_blocks(known))
+    engine.forget()
+    answers = engine.generate(turns)
+    same(answers, truth(turns))
+    assert [answer.cached for answer in answers] == [
+        len(tokens) // BLOCK * BLOCK for tokens in known
+    ]
+    nothing_held(engine)
 
 
 def test_rejected_drafts(engines: Engines, tiny: Path, truth: Truth, daemon: Daemon) -> None:
@@ -31,54 +55,21 @@ def test_rejected_drafts(engines: Engines, tiny: Path, truth: Truth, daemon: Dae
     }
     asks = [ask(prompt(length, 110) * 3, max_tokens=70) for length in (30, 31, 32, 45)]
     with engines.start(tiny, daemon, speculative_config=guesses) as engine:
-        right = truth(asks)
-        same(engine.generate(asks), right)
+        same(engine.generate(asks), truth(asks))
         counted = engine.call("metrics")
         assert (
             counted["vllm:spec_decode_num_draft_tokens"]
             > counted["vllm:spec_decode_num_accepted_tokens"]
         )
-        turns = [
-            ask(asked["tokens"] + answer.tokens[0] + prompt(40, 111), max_tokens=30)
-            for asked, answer in zip(asks, right, strict=True)
-        ]
-        # The last token of an answer has no KV yet.
-        known = [
-            asked["tokens"] + answer.tokens[0][:-1]
-            for asked, answer in zip(asks, right, strict=True)
-        ]
-        stored(daemon, distinct_blocks(known))
-        engine.forget()
-        answers = engine.generate(turns)
-        same(answers, truth(turns))
-        assert [answer.cached for answer in answers] == [
-            len(tokens) // BLOCK * BLOCK for tokens in known
-        ]
-        nothing_held(engine)
+        goes_on(engine, daemon, truth, asks, 111)
 
 
 def test_scheduling_ahead(engines: Engines, tiny: Path, truth: Truth, daemon: Daemon) -> None:
     """Steps are planned before the tokens of the last one are known."""
     asks = [ask(prompt(length, 112), max_tokens=70) for length in (30, 64, 100)]
     with engines.start(tiny, daemon, async_scheduling=True) as engine:
-        right = truth(asks)
-        same(engine.generate(asks), right)
-        turns = [
-            ask(asked["tokens"] + answer.tokens[0] + prompt(40, 113), max_tokens=30)
-            for asked, answer in zip(asks, right, strict=True)
-        ]
-        known = [
-            asked["tokens"] + answer.tokens[0][:-1]
-            for asked, answer in zip(asks, right, strict=True)
-        ]
-        stored(daemon, distinct_blocks(known))
-        engine.forget()
-        answers = engine.generate(turns)
-        same(answers, truth(turns))
-        assert [answer.cached for answer in answers] == [
-            len(tokens) // BLOCK * BLOCK for tokens in known
-        ]
-        nothing_held(engine)
+        same(engine.generate(asks), truth(asks))
+        goes_on(engine, daemon, truth, asks, 113)
 
 
 def test_prompts_of_embeddings(engines: Engines, tiny: Path, daemon: Daemon) -> None:
