@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from tierkv.integrations.vllm.messages import Load, Save
 from tierkv.integrations.vllm.saver import Saver
 from tierkv.integrations.vllm.scheduler import Roles, SchedulerSide
 from tierkv.integrations.vllm.settings import Settings
-from tierkv.integrations.vllm.stats import ConnectorStats
+from tierkv.integrations.vllm.stats import Counts
 
 LAYER, HEADS, SIZE, ENGINE_BLOCKS = "layer", 2, 8, 16
 BLOCK_BYTES = HEADS * BLOCK * SIZE * 4
@@ -163,7 +163,7 @@ class Worker:
         self.memory = EngineMemory(Geometry.of(CACHES), {LAYER: self.cache}, ENGINE_BLOCKS)
         settings = Settings(socket=str(daemon.socket))
         self.attachment: Attachment = attachment(settings, [SPEC], "test", PATIENT_S)
-        self.stats = ConnectorStats()
+        self.counts = Counts()
 
 
 def chain(start: int) -> Chain:
@@ -180,7 +180,7 @@ def found(daemon: Daemon, start: int) -> int:
 def test_what_a_later_step_writes_is_not_saved_for_an_earlier_one(daemon: Daemon) -> None:
     """However long the daemon lets saves wait."""
     worker = Worker(daemon)
-    saver = Saver(worker.attachment, worker.memory, worker.stats, nullcontext)
+    saver = Saver(worker.attachment, worker.memory, worker.counts)
     try:
         daemon.signal(signal.SIGSTOP)
         saver.let_be([1, 2, 3])
@@ -202,14 +202,16 @@ def test_a_block_that_is_not_saved_is_counted_once(daemon: Daemon) -> None:
     daemon.signal(signal.SIGKILL)
     daemon.wait()
     worker = Worker(daemon)
-    saver = Saver(worker.attachment, worker.memory, worker.stats, nullcontext)
+    saver = Saver(worker.attachment, worker.memory, worker.counts)
     tokens = np.arange(3 * BLOCK, dtype=np.uint32)
     for full in (1, 2, 3):
         rows = np.arange(1, full + 1, dtype=np.int32).reshape(-1, 1)
         saver.submit(Save(full, Chain(tokens[: full * BLOCK], None), rows, full - 1))
     saver.close(PATIENT_S)
     worker.attachment.close()
-    assert worker.stats.data["dropped_save_blocks"] == 3
+    counted = worker.counts.take()
+    assert counted is not None
+    assert counted.data["dropped_save_blocks"] == 3
 
 
 def test_loads_do_not_wait_for_a_daemon_one_after_another(daemon: Daemon) -> None:
@@ -217,7 +219,7 @@ def test_loads_do_not_wait_for_a_daemon_one_after_another(daemon: Daemon) -> Non
     daemon.signal(signal.SIGKILL)
     daemon.wait()
     worker = Worker(daemon)
-    loader = Loader(worker.attachment, worker.memory, worker.stats, nullcontext)
+    loader = Loader(worker.attachment, worker.memory, worker.counts)
     try:
         for number in range(200):
             loader.submit(Load(str(number), chain(0), 0, np.array([[1]], np.int32)), None)

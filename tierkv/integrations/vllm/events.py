@@ -28,7 +28,7 @@ class StoredEvents:
         hashed = getattr(caches, "hash_block_size", None) or geometry.block_tokens
         self._hashes_per_block = geometry.block_tokens // hashed
         self._expected: dict[int, tuple[int, Any]] = {}
-        self._progress: dict[int, tuple[int, int]] = {}
+        self._reported = Saved()
         self._ready: list[Any] = []
 
     def expect(self, number: int, request: Request, first: int, full: int) -> None:
@@ -58,17 +58,17 @@ class StoredEvents:
 
     def ended(self, report: Saved, workers: int) -> None:
         """Count the workers that have ended a save."""
-        for number, (count, blocks) in report.blocks.items():
+        waiting = {}
+        for number, (count, blocks) in self._reported.aggregate(report).blocks.items():
             if number not in self._expected:
                 continue
-            before, least = self._progress.pop(number, (0, blocks))
-            count, blocks = before + count, min(least, blocks)
             if count < workers:
-                self._progress[number] = (count, blocks)
+                waiting[number] = (count, blocks)
                 continue
             full, event = self._expected.pop(number)
             if blocks >= full:
                 self._ready.append(event)
+        self._reported = Saved(waiting)
 
     def take(self) -> list[Any]:
         """The events since the last call."""

@@ -5,17 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tierkv.client.sync import Namespace
 from tierkv.errors import TierkvError
 from tierkv.integrations.attachment import LOST, Attachment
 from tierkv.integrations.vllm.logs import log
 from tierkv.integrations.vllm.memory import EngineMemory
 from tierkv.integrations.vllm.messages import Load
-from tierkv.integrations.vllm.stats import ConnectorStats
+from tierkv.integrations.vllm.stats import Counts
 
 ATTACH_S = 0.05
 """How long a load waits for its connection: the scheduler's may be back a moment earlier. It counts
@@ -49,13 +47,11 @@ class Loader:
         self,
         attachment: Attachment,
         memory: EngineMemory,
-        stats: ConnectorStats,
-        count: Callable[[], Any],
+        counts: Counts,
     ) -> None:
         self._attachment = attachment
         self._memory = memory
-        self._stats = stats
-        self._counting = count
+        self._counts = counts
         self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._change = threading.Condition()
         self._results = LoadResults()
@@ -105,19 +101,17 @@ class Loader:
         try:
             if namespaces is not None:
                 self._memory.wait(asked.ready)
-                loaded = self._copy(namespaces[0], load)
+                loaded = self._memory.load(namespaces[0], load.chain, load.first, load.rows)
         except LOST as error:
             self._attachment.lost(error)
         except TierkvError as error:
             log.warning("blocks of request %s are recomputed: %s", load.request_id, error)
         except Exception:
             log.exception("blocks of request %s are recomputed", load.request_id)
-        with self._counting():
-            self._stats.add("loaded_blocks", loaded)
-            self._stats.add("loaded_bytes", loaded * self._memory.block_bytes)
-            self._stats.add("load_seconds", time.monotonic() - started_s)
-            self._stats.add("failed_load_blocks", len(load.rows) - loaded)
+        self._counts.add(
+            loaded_blocks=loaded,
+            loaded_bytes=loaded * self._memory.block_bytes,
+            load_seconds=time.monotonic() - started_s,
+            failed_load_blocks=len(load.rows) - loaded,
+        )
         return loaded
-
-    def _copy(self, namespace: Namespace, load: Load) -> int:
-        return self._memory.load(namespace, load.chain, load.first, load.rows)

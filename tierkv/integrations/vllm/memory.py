@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -101,25 +102,17 @@ class EngineMemory:
         # Zeroes: its pages are there before the first request, which need not wait for them.
         return torch.zeros(size, dtype=torch.uint8, pin_memory=self._on_gpu).fill_(0)
 
-    def _stream(self, name: str) -> _OwnStream:
-        if self._on_gpu and name not in self._streams:
+    @contextmanager
+    def _stream(self, name: str) -> Iterator[None]:
+        """Work on a stream of its own, done when the block ends; on a CPU it is done anyway."""
+        if not self._on_gpu:
+            yield
+            return
+        if name not in self._streams:
             stream = torch.cuda.Stream(self.pages.device)  # type: ignore[no-untyped-call]  # so
             self._streams[name] = stream
-        return _OwnStream(self._streams.get(name))
-
-
-class _OwnStream:
-    """Work on a stream of its own, done when the block ends; on a CPU it is done anyway."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._context: Any = None if stream is None else torch.cuda.stream(stream)
-
-    def __enter__(self) -> None:
-        if self._context is not None:
-            self._context.__enter__()
-
-    def __exit__(self, *exc: object) -> None:
-        if self._context is not None:
-            self._context.__exit__(*exc)
-            self._stream.synchronize()
+        try:
+            with torch.cuda.stream(self._streams[name]):
+                yield
+        finally:
+            self._streams[name].synchronize()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from tierkv.integrations.attachment import LOST, Attachment
 from tierkv.integrations.vllm.logs import log
 from tierkv.integrations.vllm.memory import EngineMemory
 from tierkv.integrations.vllm.messages import Save
-from tierkv.integrations.vllm.stats import ConnectorStats
+from tierkv.integrations.vllm.stats import Counts
 
 QUEUED_MAX = 4096
 """Saves that wait; more only pile up when the daemon is much slower than the engine."""
@@ -40,13 +39,11 @@ class Saver:
         self,
         attachment: Attachment,
         memory: EngineMemory,
-        stats: ConnectorStats,
-        count: Callable[[], Any],
+        counts: Counts,
     ) -> None:
         self._attachment = attachment
         self._memory = memory
-        self._stats = stats
-        self._counting = count
+        self._counts = counts
         self._change = threading.Condition()
         self._queued: deque[_Queued] = deque()
         self._queued_tokens = 0
@@ -68,8 +65,7 @@ class Saver:
             while len(self._queued) > QUEUED_MAX or self._queued_tokens > QUEUED_TOKENS_MAX:
                 dropped = self._next().save
                 self._end(dropped, 0)
-                with self._counting():
-                    self._stats.add("dropped_save_blocks", len(dropped.rows) - dropped.first)
+                self._counts.add(dropped_save_blocks=len(dropped.rows) - dropped.first)
             self._change.notify_all()
 
     def let_be(self, written: list[int]) -> None:
@@ -141,14 +137,15 @@ class Saver:
             log.warning("%d blocks are not saved: %s", len(save.rows), error)
         except Exception:
             log.exception("%d blocks are not saved", len(save.rows))
-        with self._counting():
-            self._stats.add("known_blocks", progress.known)
-            self._stats.add("saved_blocks", progress.stored)
-            self._stats.add("saved_bytes", progress.stored * self._memory.block_bytes)
-            self._stats.add("save_seconds", time.monotonic() - started_s)
-            there = max(progress.known + progress.stored, save.first)
-            self._stats.add("dropped_save_blocks", len(save.rows) - there)
-        return progress.known + progress.stored
+        there = progress.known + progress.stored
+        self._counts.add(
+            known_blocks=progress.known,
+            saved_blocks=progress.stored,
+            saved_bytes=progress.stored * self._memory.block_bytes,
+            save_seconds=time.monotonic() - started_s,
+            dropped_save_blocks=len(save.rows) - max(there, save.first),
+        )
+        return there
 
     def _store(self, namespace: Namespace, queued: _Queued, progress: _Progress) -> None:
         save = queued.save

@@ -21,7 +21,7 @@ from tierkv.integrations.vllm.geometry import Geometry
 from tierkv.integrations.vllm.logs import log
 from tierkv.integrations.vllm.messages import Load, Save, Saved, Step
 from tierkv.integrations.vllm.settings import Settings
-from tierkv.integrations.vllm.stats import ConnectorStats
+from tierkv.integrations.vllm.stats import ConnectorStats, Counts
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -92,7 +92,7 @@ class SchedulerSide:
         self._numbers = itertools.count(1)
         self._adapters = Adapters()
         self._generation = b""
-        self._stats = ConnectorStats()
+        self._counts = Counts()
         self._events = StoredEvents(self._geometry, caches) if roles.tells else None
 
     def attach(self, specs: Sequence[KVSpec]) -> None:
@@ -152,7 +152,7 @@ class SchedulerSide:
         tracked.noted = max(tracked.noted, stop)
         tracked.reached += tokens
         tracked.loading = frozenset(rows[rows >= 0].tolist())
-        self._stats.add("hit_tokens", tokens)
+        self._counts.add(hit_tokens=tokens)
 
     def sources(self, request: Request, tokens: int) -> tuple[int, int]:
         """Of ``tokens`` that are loaded: how many come from memory, and from disk."""
@@ -213,7 +213,7 @@ class SchedulerSide:
 
     def take_stats(self) -> ConnectorStats | None:
         """What was counted since the last call."""
-        return None if self._stats.is_empty() else self._stats.take()
+        return self._counts.take()
 
     def forget(self) -> None:
         """Use nothing that is stored now: the engine's weights may change under it.
@@ -265,8 +265,7 @@ class SchedulerSide:
         if hit and hit.num_tokens == request.num_tokens and now_s - hit.asked_s < FOUND_S:
             return hit
         tracked.hit = hit = Hit(request.num_tokens, *self._find(tracked, usable), now_s)
-        self._stats.add("lookups")
-        self._stats.add("lookup_tokens", request.num_tokens - computed)
+        self._counts.add(lookups=1, lookup_tokens=request.num_tokens - computed)
         return hit
 
     def _find(self, tracked: Tracked, usable: int) -> tuple[int, int]:
@@ -283,11 +282,11 @@ class SchedulerSide:
         except LOST as error:
             if self._attachment is not None:
                 self._attachment.lost(error)
-            self._stats.add("failed_lookups")
+            self._counts.add(failed_lookups=1)
             return 0, 0
         except TierkvError as error:
             log.warning("request %s finds nothing: %s", tracked.request.request_id, error)
-            self._stats.add("failed_lookups")
+            self._counts.add(failed_lookups=1)
             return 0, 0
         return len(chain.tokens) // self._geometry.block_tokens, on_disk
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +31,6 @@ class ConnectorStats(KVConnectorStats):
         if value:
             self.data[name] = self.data.get(name, 0) + value
 
-    def take(self) -> ConnectorStats:
-        """The counts so far; counts from 0 again."""
-        taken, self.data = ConnectorStats(self.data), {}
-        return taken
-
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
         """The sum of both, in this one."""
         for name, value in other.data.items():
@@ -48,6 +44,28 @@ class ConnectorStats(KVConnectorStats):
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
         return not self.data
+
+
+class Counts:
+    """Where the threads of one side count, until vLLM takes it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats = ConnectorStats()
+
+    def add(self, **counts: float) -> None:
+        """Count several things at once. Raises KeyError for a name that is not in ``COUNTERS``."""
+        with self._lock:
+            for name, value in counts.items():
+                self._stats.add(name, value)
+
+    def take(self) -> ConnectorStats | None:
+        """The counts since the last call; None if nothing was counted."""
+        with self._lock:
+            if self._stats.is_empty():
+                return None
+            taken, self._stats = self._stats, ConnectorStats()
+            return taken
 
 
 class ConnectorPromMetrics(KVConnectorPromMetrics):

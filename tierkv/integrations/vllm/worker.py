@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from tierkv.integrations.vllm.memory import EngineMemory
 from tierkv.integrations.vllm.messages import Saved, Step
 from tierkv.integrations.vllm.saver import Saver
 from tierkv.integrations.vllm.settings import Settings
-from tierkv.integrations.vllm.stats import ConnectorStats
+from tierkv.integrations.vllm.stats import ConnectorStats, Counts
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +47,7 @@ class WorkerSide:
         self._settings = settings
         self._ranks = ranks
         self._geometry = Geometry.of(caches)
-        self._stats = ConnectorStats()
-        self._lock = threading.Lock()
+        self._counts = Counts()
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._memory: EngineMemory | None = None
         self._attachments: list[Attachment] = []
@@ -81,8 +79,8 @@ class WorkerSide:
         for name in ("load", "save"):
             self._attachments.append(attachment(self._settings, [self.spec], name, timeout_s))
         to_load, to_save = self._attachments
-        self._loader = Loader(to_load, memory, self._stats, lambda: self._lock)
-        self._saver = Saver(to_save, memory, self._stats, lambda: self._lock)
+        self._loader = Loader(to_load, memory, self._counts)
+        self._saver = Saver(to_save, memory, self._counts)
 
     def restore(self) -> None:
         """Take the same memory again, after ``unregister``."""
@@ -141,8 +139,7 @@ class WorkerSide:
 
     def stats(self) -> ConnectorStats | None:
         """What was counted since the last call."""
-        with self._lock:
-            return None if self._stats.is_empty() else self._stats.take()
+        return self._counts.take()
 
     @property
     def several_groups(self) -> bool:
