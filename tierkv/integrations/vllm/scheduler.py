@@ -170,20 +170,29 @@ class SchedulerSide:
         step = Step(self._loads, written=self._given, idle=not output.total_num_scheduled_tokens)
         self._loads, self._given = [], []
         tables_of = output.kv_connector_block_state.get_block_ids
+        cached = output.scheduled_cached_reqs
+        # These write into blocks that an earlier step has said when it got them.
+        settled = {
+            request_id
+            for request_id, new in zip(cached.req_ids, cached.new_block_ids, strict=True)
+            if new is None
+        }
         for request_id, tokens in output.num_scheduled_tokens.items():
-            tables = self._own(tables_of(request_id))
             tracked = self._requests.get(request_id)
             if tracked is None:  # not ours to say what it writes into
-                step.written += self._geometry.written(tables, 0)
+                step.written += self._geometry.written(self._own(tables_of(request_id)), 0)
                 continue
             computed = tracked.request.num_computed_tokens
-            step.written += self._geometry.written(tables, computed)
             if output.has_sync_kv_loads and computed > tracked.reached:
                 # Another connector loads the rest within this step, and may fail to.
                 tracked.saves = False
             tracked.reached = computed + tokens
-            save = self._save(tracked, tables, computed + tokens)
-            if save is not None:
+            full = self._full(tracked)
+            if request_id in settled and full <= tracked.noted:
+                continue  # a whole table is long, and most steps need none
+            tables = self._own(tables_of(request_id))
+            step.written += self._geometry.written(tables, computed)
+            if full > tracked.noted and (save := self._save(tracked, tables, full)) is not None:
                 step.saves.append(save)
         return step
 
@@ -295,15 +304,17 @@ class SchedulerSide:
         size = self._geometry.block_tokens
         return chain.first(found.tokens // size, size), found.disk
 
-    def _save(
-        self, tracked: Tracked, tables: Sequence[Sequence[int]], computed: int
-    ) -> Save | None:
+    def _full(self, tracked: Tracked) -> int:
+        """Leading blocks that are full when this step has run, of a request that is saved."""
         request = tracked.request
         if tracked.chain is None or not tracked.saves:
-            return None
-        known = request.num_tokens if self._settings.save_output else request.num_prompt_tokens
-        full = min(computed, known) // self._geometry.block_tokens
-        if full <= tracked.noted:
+            return 0
+        known: int = request.num_tokens if self._settings.save_output else request.num_prompt_tokens
+        return min(tracked.reached, known) // self._geometry.block_tokens
+
+    def _save(self, tracked: Tracked, tables: Sequence[Sequence[int]], full: int) -> Save | None:
+        request = tracked.request
+        if tracked.chain is None:
             return None
         try:
             chain = tracked.chain.first(full)
