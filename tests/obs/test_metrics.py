@@ -11,15 +11,18 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from tierkv.obs import docs
+from tierkv.obs.declared import Type
 from tierkv.obs.metrics import Metrics
 from tierkv.obs.status import (
+    ConfigStatus,
     RecoveredTier,
     RecoveryStatus,
+    RoomStatus,
     StatusDocument,
     TierStatus,
     WalStatus,
 )
-from tierkv.obs.table import METRICS, Type
+from tierkv.obs.table import METRICS
 
 STATUS = StatusDocument(
     version="1.2.3",
@@ -29,14 +32,22 @@ STATUS = StatusDocument(
     sequences=4,
     tiers={
         "device": TierStatus(capacity_bytes=1000, used_bytes=400, blocks=4, free_ratio=0.6),
-        "disk": TierStatus(capacity_bytes=5000, used_bytes=500, blocks=5, free_ratio=0.9),
+        "host": TierStatus(state="off"),
+        "disk": TierStatus(
+            capacity_bytes=5000, used_bytes=500, blocks=5, free_ratio=0.9, state="failed"
+        ),
     },
-    wal=WalStatus(segments=6),
+    wal=WalStatus(segments=6, unsynced_bytes=640),
+    in_flight=7,
+    behind_blocks=8,
+    room={"state": RoomStatus(path="/x", free_bytes=10, capacity_bytes=20)},
+    config=ConfigStatus(ok=False, read_unix_s=1e9),
     recovery=RecoveryStatus(
         duration_s=0.5,
         records=70,
         tiers={"disk": RecoveredTier(kept=8, dropped=1)},
         adopted_bytes={"device": 300, "host": 0},
+        truncated_bytes=128,
     ),
 )
 
@@ -76,6 +87,16 @@ def test_numbers_of_the_status(metrics: Metrics) -> None:
         "tierkv_leases": 3,
         "tierkv_sequences": 4,
         "tierkv_wal_segments": 6,
+        "tierkv_wal_unsynced_bytes": 640,
+        "tierkv_rpc_in_flight": 7,
+        "tierkv_behind_blocks": 8,
+        'tierkv_room_free_bytes{directory="state"}': 10,
+        'tierkv_room_capacity_bytes{directory="state"}': 20,
+        "tierkv_config_reload_success": 0,
+        "tierkv_config_reload_timestamp_seconds": 1e9,
+        "tierkv_recovery_truncated_bytes": 128,
+        'tierkv_tier_in_service{tier="device"}': 1,
+        'tierkv_tier_in_service{tier="disk"}': 0,
         "tierkv_recovery_duration_seconds": 0.5,
         "tierkv_recovery_records": 70,
         'tierkv_recovery_blocks{result="kept",tier="disk"}': 8,
@@ -86,18 +107,21 @@ def test_numbers_of_the_status(metrics: Metrics) -> None:
         'tierkv_state{state="serving"}': 0,
     }
     assert expected.items() <= found.items()
+    assert 'tierkv_tier_in_service{tier="host"}' not in found
     assert any(series.startswith("tierkv_build_info{") and "1.2.3" in series for series in found)
 
 
 def test_numbers_of_the_counters(metrics: Metrics) -> None:
     counters = metrics.counters
-    counters.looked_up(200, device=100, disk=50)
+    counters.looked_up(0, 200, device=100, disk=50)
     counters.evicted("device", "host", "capacity", 7)
     counters.transferred("device", "host", 4096)
     counters.checksum_failures["disk"] += 1
     counters.disk_read_errors = 4
     counters.optional_copies_dropped += 2
     counters.mismatched_blocks += 5
+    counters.promotions["disk"] += 3
+    counters.breaker_trips["disk"] += 1
     counters.deduplicated_blocks += 6
     counters.wal_bytes += 640
     counters.wal_frames += 3
@@ -116,6 +140,9 @@ def test_numbers_of_the_counters(metrics: Metrics) -> None:
         "tierkv_disk_read_errors_total": 4,
         "tierkv_optional_copies_dropped_total": 2,
         "tierkv_prefix_mismatches_total": 5,
+        'tierkv_promotion_count_total{from_tier="disk"}': 3,
+        'tierkv_promotion_count_total{from_tier="host"}': 0,
+        'tierkv_tier_trips_total{tier="disk"}': 1,
         "tierkv_deduplicated_blocks_total": 6,
         "tierkv_wal_bytes_total": 640,
         "tierkv_wal_frames_total": 3,

@@ -14,8 +14,9 @@ def test_keys() -> None:
     assert list(plain) == [
         "version", "state", "epoch", "pid", "uptime_s", "durability", "socket", "native",
         "native_missing", "tiers", "memory", "blocks", "sequences", "leases", "fenced_blocks",
-        "connections", "workers", "namespaces", "prefix", "evictions", "wal", "recovery",
-        "checkpoint", "loop",
+        "connections", "in_flight", "behind_blocks", "workers", "namespaces", "prefix",
+        "evictions", "wal", "recovery",
+        "checkpoint", "loop", "config", "room", "problems",
     ]  # fmt: skip
     assert list(plain["tiers"]) == ["device", "host", "disk"]
     assert list(plain["tiers"]["host"]) == [
@@ -26,9 +27,12 @@ def test_keys() -> None:
         "id", "model", "dtype", "block_tokens", "block_bytes",
     ]  # fmt: skip
     assert list(plain["prefix"]) == ["lookup_tokens", "hit_tokens", "hit_ratio"]
-    assert list(plain["wal"]) == ["appended_lsn", "durable_lsn", "bytes", "segments"]
+    assert list(plain["wal"]) == [
+        "appended_lsn", "durable_lsn", "unsynced_bytes", "bytes", "segments",
+    ]  # fmt: skip
     assert list(plain["recovery"]) == [
-        "duration_s", "records", "blocks", "dropped_blocks", "rebuilt", "tiers", "adopted_bytes",
+        "duration_s", "records", "blocks", "dropped_blocks", "truncated_bytes", "rebuilt", "tiers",
+        "adopted_bytes",
     ]  # fmt: skip
     assert list(plain["checkpoint"]) == ["lsn", "age_s"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 import time
@@ -68,6 +69,7 @@ def test_the_same_pages_on_a_free_loopback_port_and_on_the_unix_socket(daemon: D
         assert daemon.get("/nothing", tcp)[0] == 404
         assert daemon.get("/status.json", tcp)[0] == 200
     volatile = ("process_", "python_", "tierkv_event_loop_lag", "tierkv_loop_", "tierkv_gc_")
+    volatile += ("tierkv_room_free",)
     pages = [samples(daemon.get("/metrics", tcp)[1]) for tcp in (0, port)]
     unix, tcp_page = ({k: v for k, v in p.items() if not k.startswith(volatile)} for p in pages)
     assert unix == tcp_page
@@ -110,6 +112,8 @@ def test_status_json_is_what_the_command_prints(daemon: Daemon, ns, client) -> N
         "checkpoint",
         "loop",
         "memory",
+        "room",
+        "in_flight",
     )
     assert {key: page[key] for key in page if key not in volatile} == {
         key: printed[key] for key in printed if key not in volatile
@@ -201,6 +205,21 @@ def test_evictions_transfers_and_free_blocks(daemon: Daemon, ns, client) -> None
         assert total(daemon.metrics(), "tierkv_sequences") == 1
 
 
+def test_room_on_the_file_systems_and_what_was_read_of_the_configuration(daemon: Daemon) -> None:
+    metrics, status = daemon.metrics(), daemon.status()
+    for directory, path in (("state", daemon.state), ("disk", daemon.state / "data")):
+        found = os.statvfs(path)
+        shown = status["room"][directory]
+        assert shown["path"] == str(path)
+        assert shown["capacity_bytes"] == found.f_blocks * found.f_frsize
+        assert 0 < shown["free_bytes"] < shown["capacity_bytes"]
+        for field in ("free_bytes", "capacity_bytes"):
+            assert total(metrics, f"tierkv_room_{field}", directory=directory) > 0
+    assert metrics["tierkv_config_reload_success"] == 1
+    assert abs(metrics["tierkv_config_reload_timestamp_seconds"] - time.time()) < 600
+    assert total(metrics, "tierkv_tier_in_service") == 3
+
+
 # --- the others -----------------------------------------------------------------------------------
 
 
@@ -217,6 +236,7 @@ def test_log_and_checkpoint(daemon: Daemon, ns, client) -> None:
     # Only the seal's reply waits for one.
     assert after[syncs] >= before[syncs] + 1
     assert status["wal"]["durable_lsn"] <= status["wal"]["appended_lsn"]
+    assert after["tierkv_wal_unsynced_bytes"] == status["wal"]["unsynced_bytes"]
 
     began = time.time()
     client.flush()

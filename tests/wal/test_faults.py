@@ -83,8 +83,11 @@ def test_a_log_that_lost_its_last_frame_entirely_is_clean(filled):
 def test_a_checkpoint_beyond_the_end_is_corruption(filled):
     (path,) = filled.segments()
     assert filled.read(after_lsn=18)[1].kind is EndKind.CLEAN
+    assert filled.read(after_lsn=18)[1].left_bytes == 0
     filled.flip(path, HEADER + SLOT * 15)
-    assert filled.read(after_lsn=15)[1].kind is EndKind.TORN
+    end = filled.read(after_lsn=15)[1]
+    assert end.kind is EndKind.TORN
+    assert 2 * SLOT < end.left_bytes <= 3 * SLOT  # a frame of two records, but for its last zeros
     _, end = filled.read(after_lsn=18)
     assert (end.kind, end.lsn) == (EndKind.CORRUPT, 15)
     assert end.reason == "the log ends at lsn 15, though the checkpoint is at lsn 18"

@@ -62,13 +62,20 @@ class Counters:
 
     ``evictions`` is keyed by (from tier, to tier or "none", reason), ``transfer_bytes`` by (from
     tier, to tier), ``rpc_requests`` by (verb, code or "ok"), tiers are named as in ``TIERS``.
+    ``namespace_tokens`` has [looked up, found] for each namespace. ``promotions``: blocks that came
+    up into the device tier, by where from. ``breaker_trips``: how often a tier went out of service.
+    ``config_read_ok``: whether the configuration in force is the one that was read last, at
+    ``config_read_timestamp_s`` (Unix time).
     ``mismatched_blocks`` were found under a hash, but with other tokens or another parent.
     ``checkpoint_timestamp_s`` is Unix time, 0 before the first checkpoint.
     """
 
     __slots__ = (
+        "breaker_trips",
         "checkpoint_timestamp_s",
         "checksum_failures",
+        "config_read_ok",
+        "config_read_timestamp_s",
         "deduplicated_blocks",
         "disk_read_errors",
         "event_loop_lag_s",
@@ -77,7 +84,9 @@ class Counters:
         "hit_window",
         "lookup_tokens",
         "mismatched_blocks",
+        "namespace_tokens",
         "optional_copies_dropped",
+        "promotions",
         "rpc_requests",
         "transfer_bytes",
         "wal_bytes",
@@ -88,7 +97,10 @@ class Counters:
         self.lookup_tokens = 0
         self.hit_tokens = dict.fromkeys(TIERS, 0)
         self.hit_window = HitWindow(window_tokens)
+        self.namespace_tokens: dict[int, list[int]] = {}
         self.evictions: dict[tuple[str, str, str], int] = {}
+        self.promotions = {tier: 0 for tier in TIERS if tier != TIERS[Tier.DEVICE]}
+        self.breaker_trips = {TIERS[Tier.DISK]: 0}
         self.transfer_bytes: dict[tuple[str, str], int] = {}
         self.checksum_failures = dict.fromkeys(TIERS, 0)
         self.optional_copies_dropped = 0
@@ -100,9 +112,18 @@ class Counters:
         self.rpc_requests: dict[tuple[str, str], int] = {}
         self.event_loop_lag_s = 0.0
         self.checkpoint_timestamp_s = 0.0
+        self.config_read_ok = True
+        self.config_read_timestamp_s = 0.0
 
-    def looked_up(self, tokens: int, *, device: int = 0, host: int = 0, disk: int = 0) -> None:
+    def looked_up(
+        self, namespace: int, tokens: int, *, device: int = 0, host: int = 0, disk: int = 0
+    ) -> None:
         """Count one prefix lookup, and how many of its tokens were found in which best tier."""
+        of_namespace = self.namespace_tokens.get(namespace)
+        if of_namespace is None:
+            of_namespace = self.namespace_tokens[namespace] = [0, 0]
+        of_namespace[0] += tokens
+        of_namespace[1] += device + host + disk
         self.lookup_tokens += tokens
         self.hit_tokens["device"] += device
         self.hit_tokens["host"] += host

@@ -370,6 +370,7 @@ class Placement:
             if target is Tier.DEVICE:
                 self.doubt.clear(rows[good])
                 self._enter(rows[good])
+                self.counters.promotions[source.label] += int(np.count_nonzero(good))
             shape = self.state.pools[int(self.state.pool_of(rows[:1])[0])]
             moved_bytes = int(np.count_nonzero(good)) * shape.block_bytes
             self.counters.transferred(source.label, target.label, moved_bytes)

@@ -166,7 +166,7 @@ class Planner:
         self.placement.touch(rows[rows >= 0])
         tokens = self.state.pools[pool].block_tokens
         looked_for = (len(hi) + missed) * tokens
-        self.placement.counters.looked_up(looked_for, device=len(hi) * tokens)
+        self.placement.counters.looked_up(namespace, looked_for, device=len(hi) * tokens)
 
     def doubt(self, namespace: int, hi: U64, lo: U64) -> None:
         """A worker found these blocks damaged in the device tier: check them before they are used.
@@ -299,6 +299,7 @@ class Planner:
         view = self._sequences.view(sequence)
         tokens = chain.tokens.shape[1]
         self.placement.counters.looked_up(
+            sequence.namespace,
             len(chain) * tokens,
             device=hits[Tier.DEVICE] * tokens,
             host=hits[Tier.HOST] * tokens,
@@ -354,7 +355,8 @@ class Planner:
             self._log_fresh(identity, namespace, slots, [opened])
         finally:
             self.placement.unhold_slots(Tier.DEVICE, pool, slots)
-        self.placement.counters.looked_up(len(chain) * self.state.pools[pool].block_tokens)
+        tokens = len(chain) * self.state.pools[pool].block_tokens
+        self.placement.counters.looked_up(namespace, tokens)
         return TableView(slots.astype(np.uint32), 0)
 
     def _is_fresh(self, lease: int, namespace: int, local: int, chain: Chain) -> bool:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tierkv.obs.table import METRICS, Type
+from tierkv.obs.declared import Type
+from tierkv.obs.table import METRICS
 
 MARKDOWN_PATH = Path("docs/METRICS.md")
 
 _INTRO = """\
 # Metrics
 
-This page is made from `tierkv/obs/table.py`.
+This page is made from `tierkv/obs/table.py` and what it gathers.
 
 The daemon serves these pages on `metrics.tcp` (`127.0.0.1:9464`) and on the Unix socket
 `metrics.socket`, to GET requests:

@@ -66,7 +66,7 @@ def _is_journal(stream: TextIO, variables: Mapping[str, str]) -> bool:
     return variables.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
 
 
-def _fields(record: logging.LogRecord) -> dict[str, Any]:
+def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     """What the caller gave as ``extra``, and how many lines like this were left out."""
     fields = {name: value for name, value in vars(record).items() if name not in _OWN_ATTRIBUTES}
     if suppressed := getattr(record, "suppressed", 0):
@@ -78,8 +78,13 @@ def _logfmt(fields: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={_logfmt_value(value)}" for name, value in fields.items())
 
 
+def value_text(value: object) -> str:
+    """The value of a field for a person: no more digits than mean something."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
 def _logfmt_value(value: object) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    text = value_text(value)
     return text if _PLAIN_VALUE.fullmatch(text) else msgspec.json.encode(text).decode()
 
 
@@ -94,7 +99,7 @@ class TextFormatter(logging.Formatter):
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         name = record.name.rpartition(".")[2]
         line = f"{clock} {record.levelname} {name}: {record.getMessage()}"
-        if fields := _fields(record):
+        if fields := fields_of(record):
             line += f" {_logfmt(fields)}"
         if self._colour and (code := _COLOURS.get(record.levelname)):
             line = f"\x1b[{code}m{line}\x1b[0m"
@@ -119,7 +124,7 @@ class LogfmtFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "msg": record.getMessage(),
-            **_fields(record),
+            **fields_of(record),
         }
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
@@ -137,7 +142,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "msg": record.getMessage(),
-            **_fields(record),
+            **fields_of(record),
         }
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)

@@ -20,9 +20,10 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from tierkv.core.counters import Counters
+from tierkv.obs.declared import Declared, Type
 from tierkv.obs.histogram import Histogram, Histograms
 from tierkv.obs.status import StatusDocument
-from tierkv.obs.table import METRICS, Declared, Type
+from tierkv.obs.table import METRICS
 
 Snapshot = Callable[[], StatusDocument]
 

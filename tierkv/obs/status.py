@@ -18,6 +18,10 @@ SERVING = "serving"
 TIERS = ("device", "host", "disk")
 
 
+PROBLEMS_MAX = 32
+"""Kinds of problems that the document remembers."""
+
+
 class TierStatus(msgspec.Struct, kw_only=True):
     """One tier. ``free_ratio``: share of the capacity that holds no block (0 to 1).
 
@@ -78,10 +82,14 @@ class PrefixStatus(msgspec.Struct, kw_only=True):
 
 
 class WalStatus(msgspec.Struct, kw_only=True):
-    """The log: last record written and last one that is as durable as configured."""
+    """The log: last record written and last one that survives power loss.
+
+    ``unsynced_bytes`` lie between the two: only the kernel has them.
+    """
 
     appended_lsn: int = 0
     durable_lsn: int = 0
+    unsynced_bytes: int = 0
     bytes: int = 0
     segments: int = 0
 
@@ -96,6 +104,7 @@ class RecoveredTier(msgspec.Struct, kw_only=True):
 class RecoveryStatus(msgspec.Struct, kw_only=True):
     """What the start found: records replayed, blocks kept, blocks that no tier had any more.
 
+    ``truncated_bytes``: at the log's end, given up: pieces that a crash left, or damage.
     ``rebuilt``: why the index was lost and had to be made anew from the slots; empty if not.
     ``adopted_bytes``: memory of each RAM tier that outlived the last daemon; 0 = made anew.
     """
@@ -104,6 +113,7 @@ class RecoveryStatus(msgspec.Struct, kw_only=True):
     records: int = 0
     blocks: int = 0
     dropped_blocks: int = 0
+    truncated_bytes: int = 0
     rebuilt: str = ""
     tiers: dict[str, RecoveredTier] = {}
     adopted_bytes: dict[str, int] = {}
@@ -114,6 +124,38 @@ class CheckpointStatus(msgspec.Struct, kw_only=True):
 
     lsn: int = 0
     age_s: float = -1.0
+
+
+class ConfigStatus(msgspec.Struct, kw_only=True):
+    """The last time that the configuration was read, at the start or since (Unix time).
+
+    ``ok`` is False if that failed: then the one before is in force.
+    """
+
+    ok: bool = True
+    read_unix_s: float = 0.0
+
+
+class RoomStatus(msgspec.Struct, kw_only=True):
+    """The file system of one directory that the daemon writes to."""
+
+    path: str
+    free_bytes: int
+    capacity_bytes: int
+
+
+class ProblemStatus(msgspec.Struct, kw_only=True):
+    """Something that the log warned of or called an error, and how often since the start.
+
+    ``time_s`` (Unix time), ``message`` and ``fields`` (the ids in question) are the latest ones.
+    """
+
+    time_s: float
+    level: str
+    logger: str
+    message: str
+    fields: dict[str, str] = {}
+    count: int = 1
 
 
 class LoopStatus(msgspec.Struct, kw_only=True):
@@ -143,6 +185,8 @@ class StatusDocument(msgspec.Struct, kw_only=True):
     ``evictions`` counts blocks by way, "device>host" or "disk>none", since the start.
     ``native``: hot loops run in C; ``native_missing`` says why if they do not.
     ``fenced_blocks`` are kept from use because a worker whose lease is over may still write there.
+    ``in_flight``: requests that wait for their answer; ``behind_blocks``: sealed blocks that wait
+    to be written behind. ``room``: by what the directory is for. ``problems``: the latest first.
     """
 
     version: str
@@ -161,6 +205,8 @@ class StatusDocument(msgspec.Struct, kw_only=True):
     leases: int = 0
     fenced_blocks: int = 0
     connections: int = 0
+    in_flight: int = 0
+    behind_blocks: int = 0
     workers: list[WorkerStatus] = []
     namespaces: list[NamespaceStatus] = []
     prefix: PrefixStatus = msgspec.field(default_factory=PrefixStatus)
@@ -169,6 +215,9 @@ class StatusDocument(msgspec.Struct, kw_only=True):
     recovery: RecoveryStatus = msgspec.field(default_factory=RecoveryStatus)
     checkpoint: CheckpointStatus = msgspec.field(default_factory=CheckpointStatus)
     loop: LoopStatus = msgspec.field(default_factory=LoopStatus)
+    config: ConfigStatus = msgspec.field(default_factory=ConfigStatus)
+    room: dict[str, RoomStatus] = {}
+    problems: list[ProblemStatus] = []
 
 
 def to_plain(document: StatusDocument) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from tierkv.errors import ConfigError, NotReady, TierFailed, TierFull, TierkvErr
 from tierkv.gpu import Gpu, GpuFailed
 from tierkv.obs.exporter import Exporter
 from tierkv.obs.metrics import Metrics
+from tierkv.obs.problems import Problems
 from tierkv.obs.status import LoopStatus, StatusDocument, to_plain
 from tierkv.rpc.connection import ConnectionLimits
 from tierkv.rpc.listener import Listener, bind_socket
@@ -39,6 +40,7 @@ from tierkv.service.lifecycle import DaemonState, Lifecycle
 from tierkv.service.machine import Machine, RealMachine
 from tierkv.service.recovered import Recovered
 from tierkv.service.recovery import recover
+from tierkv.service.room import Room
 from tierkv.service.runtime import (
     keep_objects,
     set_interpreter,
@@ -108,13 +110,17 @@ class _Daemon:
         self._stop = asyncio.Event()
         self._exit_code = EXIT_OK
         self._started = time.monotonic()
+        self._counters.config_read_timestamp_s = time.time()
         self._next_progress_s = 0.0
         self._reader: StatusReader | None = None
         self._metrics = Metrics(self._document, self._counters)
+        self._problems = Problems()
+        self._room = Room.of(config)
 
     async def run(self) -> int:
         self._handle_signals()
         with contextlib.ExitStack() as leaving:
+            leaving.enter_context(self._problems.watching())
             directory = StateDirectory.open(Path(self._config.server.state_dir))
             leaving.callback(directory.close)
             inherited = inherited_descriptors(os.environ)
@@ -168,6 +174,7 @@ class _Daemon:
             ) from error
         # Before the disk tier may take what room there is.
         _keep_room(recovered.writer, ballast)
+        self._room.look()
         return recovered
 
     async def _serve(
@@ -180,7 +187,13 @@ class _Daemon:
         config = self._config
         parts = assemble(config, recovered, self._counters, self)
         self._reader = StatusReader(
-            config, self._lifecycle, recovered.writer, recovered.report, parts, self._started
+            config,
+            self._lifecycle,
+            recovered.writer,
+            recovered.report,
+            parts,
+            self._started,
+            self._room,
         )
         sessions = Sessions(
             parts, self._lifecycle, lambda: to_plain(self._document()), observer=self
@@ -257,6 +270,7 @@ class _Daemon:
                     await loop.run_in_executor(None, _keep_room, writer, ballast)
                     await self._note_status()
             await loop.run_in_executor(None, _prepare_spare, writer)
+            await loop.run_in_executor(None, self._room.look)
             await loop.run_in_executor(None, take_memory, placement.ahead())
 
     async def _note_status(self) -> None:
@@ -324,10 +338,15 @@ class _Daemon:
         if self._reader is None:
             from tierkv import __version__
 
-            return StatusDocument(version=__version__, state=self._lifecycle.state.value)
+            return StatusDocument(
+                version=__version__,
+                state=self._lifecycle.state.value,
+                problems=self._problems.latest(),
+            )
         self._read_counters(self._reader)
         document = self._reader.document()
         document.loop = self._loop_status()
+        document.problems = self._problems.latest()
         return document
 
     def _loop_status(self) -> LoopStatus:

@@ -83,6 +83,7 @@ class Breaker:
         if self._placement.disk_paused:
             return
         if not self._failing:
+            self._placement.counters.breaker_trips[Tier.DISK.label] += 1
             log.error("disk tier out of service: %s", error, extra={"tier": "disk"})
         log.debug("disk tier: next try in %.0f s", self._delay_s, extra={"tier": "disk"})
         self._failing = True
@@ -288,6 +289,11 @@ class Engine:
                 "daemon's log for why",
                 tier=Tier.DISK.label,
             )
+
+    @property
+    def behind_blocks(self) -> int:
+        """Sealed blocks that wait to be written behind."""
+        return self._behind_blocks
 
     def write_all_behind(self) -> None:
         """Queue every sealed block that has no copy on disk, nor gets one now, however many."""

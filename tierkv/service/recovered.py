@@ -25,7 +25,8 @@ class TierReport:
 class RecoveryReport:
     """What a start found. ``blocks``: in the state now; ``dropped_blocks``: no copy was left.
 
-    ``rebuilt`` says why the index had to be made anew from slot entries, if it had to.
+    ``truncated_bytes`` at the log's end were given up. ``rebuilt`` says why the index had to be
+    made anew from slot entries, if it had to.
     """
 
     duration_s: float = 0.0
@@ -35,6 +36,7 @@ class RecoveryReport:
     leases_kept: int = 0
     leases_closed: int = 0
     wal_end: str = "clean"
+    truncated_bytes: int = 0
     rebuilt: str = ""
     quarantined: list[str] = field(default_factory=list)
     tiers: dict[Tier, TierReport] = field(

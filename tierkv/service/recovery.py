@@ -271,7 +271,13 @@ def _go_on(
     state, reader, config = loaded.state, loaded.reader, site.config
     report.records = loaded.records
     if reader.end.kind is not EndKind.CLEAN:
-        log.warning("the log ends %s: %s", reader.end.kind.value, reader.end.reason)
+        log.warning(
+            "the log ends %s: %s",
+            reader.end.kind.value,
+            reader.end.reason,
+            extra={"lsn": reader.end.lsn, "truncated_bytes": reader.end.left_bytes},
+        )
+        report.truncated_bytes = reader.end.left_bytes
         if not loaded.is_rebuilt:
             report.wal_end = reader.end.kind.value
     budgets = budgets_of(config)

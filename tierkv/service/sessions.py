@@ -162,6 +162,11 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    @property
+    def in_flight(self) -> int:
+        """Requests that wait for their answer."""
+        return sum(connection.in_flight for connection in self._sessions)
+
     def workers(self) -> list[WorkerStatus]:
         """The connected workers, for the status document."""
         return [

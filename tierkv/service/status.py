@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from tierkv_wal import WalWriter
+from tierkv_wal import SLOT_BYTES, WalWriter
 
 from tierkv import __version__
 from tierkv.config.schema import Config
@@ -18,6 +18,7 @@ from tierkv.core.state import State
 from tierkv.native.loops import loops
 from tierkv.obs.status import (
     CheckpointStatus,
+    ConfigStatus,
     MemoryStatus,
     NamespaceStatus,
     PrefixStatus,
@@ -30,6 +31,7 @@ from tierkv.obs.status import (
 from tierkv.service.assembly import Parts
 from tierkv.service.lifecycle import Lifecycle
 from tierkv.service.recovered import RecoveryReport
+from tierkv.service.room import Room
 from tierkv.service.sessions import Sessions
 from tierkv.tiers.arena import Arena
 
@@ -44,6 +46,7 @@ class StatusReader:
     report: RecoveryReport
     parts: Parts
     started: float
+    room: Room
     sessions: Sessions | None = None
 
     def document(self) -> StatusDocument:
@@ -67,6 +70,8 @@ class StatusReader:
             leases=len(state.leases),
             fenced_blocks=_fenced_blocks(state),
             connections=len(self.sessions) if self.sessions is not None else 0,
+            in_flight=self.sessions.in_flight if self.sessions is not None else 0,
+            behind_blocks=self.parts.engine.behind_blocks,
             workers=self.sessions.workers() if self.sessions is not None else [],
             namespaces=self._namespaces(),
             prefix=PrefixStatus(
@@ -78,6 +83,7 @@ class StatusReader:
             wal=WalStatus(
                 appended_lsn=self.writer.appended_lsn,
                 durable_lsn=self.writer.durable_lsn,
+                unsynced_bytes=SLOT_BYTES * (self.writer.appended_lsn - self.writer.durable_lsn),
                 bytes=self.writer.bytes_written,
                 segments=self.writer.segment_count,
             ),
@@ -85,6 +91,10 @@ class StatusReader:
             checkpoint=CheckpointStatus(
                 lsn=self.parts.checkpointer.last_lsn, age_s=self.parts.checkpointer.age_s
             ),
+            config=ConfigStatus(
+                ok=counters.config_read_ok, read_unix_s=counters.config_read_timestamp_s
+            ),
+            room=self.room.status,
         )
 
     def _tier(self, tier: Tier) -> TierStatus:
@@ -143,6 +153,7 @@ def _recovery(report: RecoveryReport, arenas: Mapping[Tier, Arena]) -> RecoveryS
     }
     return RecoveryStatus(
         duration_s=report.duration_s,
+        truncated_bytes=report.truncated_bytes,
         rebuilt=report.rebuilt,
         records=report.records,
         blocks=report.blocks,

@@ -37,13 +37,17 @@ class EndKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Where the log ends: the last good ``lsn``, and what lies at ``offset`` of ``path``."""
+    """Where the log ends: the last good ``lsn``, and what lies at ``offset`` of ``path``.
+
+    ``left_bytes``: how much lies there that is not read; what another segment holds is not counted.
+    """
 
     kind: EndKind
     lsn: int
     path: str
     offset: int
     reason: str
+    left_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +196,8 @@ class WalReader:
                 kind = EndKind.CORRUPT
                 fault = f"the log ends at lsn {lsn}, though the checkpoint is at lsn {after_lsn}"
             if is_last or kind is EndKind.CORRUPT:
-                self._end = End(kind, lsn, path, scan.offset, fault)
+                left_bytes = 0 if kind is EndKind.CLEAN else scan.left_bytes()
+                self._end = End(kind, lsn, path, scan.offset, fault, left_bytes)
                 return
 
     def _find_start(self) -> int | None:

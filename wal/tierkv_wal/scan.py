@@ -64,6 +64,10 @@ class SegmentScan:
         rest = np.frombuffer(self._data[self.offset :], np.uint64)
         return not rest.any()
 
+    def left_bytes(self) -> int:
+        """Bytes behind the last good frame, up to the last that is not zero."""
+        return len(bytes(self._data[self.offset :]).rstrip(b"\0"))
+
     def proof_of_loss(self) -> FrameHeader | None:
         """A later intact frame that knew the bad one to be durable, if there is one.
 
