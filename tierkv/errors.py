@@ -58,6 +58,12 @@ class NotOwner(TierkvError):
     code = "not_owner"
 
 
+class NotPermitted(TierkvError):
+    """An operator's request from a user to whom it is not granted. Nothing was changed."""
+
+    code = "not_permitted"
+
+
 class LeaseLost(TierkvError):
     """The daemon no longer knows the lease: its sequences are gone and must be begun again."""
 

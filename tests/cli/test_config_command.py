@@ -22,7 +22,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configurations that a stand-in daemon was run with; it ends with 5."""
     configs: list[Config] = []
 
-    def run(config: Config) -> int:
+    def run(config: Config, read: Callable[[], Config]) -> int:
+        assert read() == config
         configs.append(config)
         return 5
 
@@ -60,8 +61,8 @@ def test_show_tells_value_and_origin(tierkv: Run, monkeypatch: pytest.MonkeyPatc
     )  # fmt: skip
     assert code == 0
     header, *rows = [re.split(r"\s{2,}", line) for line in out.splitlines()]
-    assert header == ["key", "value", "from"]
-    found = {key: (value, origin) for key, value, origin in rows}
+    assert header == ["key", "value", "from", "on change"]
+    found = {key: (value, origin) for key, value, origin, _ in rows}
     assert list(found) == list(settings())
     assert found["server.state_dir"] == (str(Path("state").resolve()), "t.toml:2")
     assert found["host.bytes"][1] == "t.toml:4: automatic"
@@ -69,6 +70,9 @@ def test_show_tells_value_and_origin(tierkv: Run, monkeypatch: pytest.MonkeyPatc
     assert found["metrics.tcp"] == ('""', "flag --set metrics.tcp")
     assert found["device.bytes"] == ("1 MiB", "flag --set device.bytes")
     assert found["disk.dir"] == (str(Path("state/data").resolve()), "default: automatic")
+    on_change = {key: row[-1] for key, *row in rows}
+    assert on_change["log.level"] == "reload"
+    assert on_change["device.bytes"] == "restart"
 
 
 def test_show_as_json(tierkv: Run) -> None:
@@ -76,7 +80,11 @@ def test_show_as_json(tierkv: Run) -> None:
     document = json.loads(out)
     assert code == 0
     assert list(document) == list(settings())
-    assert document["device.bytes"] == {"value": 1 << 20, "origin": "flag --set device.bytes"}
+    assert document["device.bytes"] == {
+        "value": 1 << 20,
+        "origin": "flag --set device.bytes",
+        "live": False,
+    }
 
 
 def test_serve_hands_a_resolved_configuration_to_the_daemon(

@@ -83,7 +83,7 @@ def serve(config: Config, worker: socket.socket) -> int:
         patch.object(daemon, "_loop_factory", lambda: one_thread),
         patch.object(disk_io, "ThreadWrites", lambda _threads: SerialWrites()),
     ):
-        return daemon.run(config)
+        return daemon.run(config, lambda: config)
 
 
 async def _obey(config: Config, loop: OneThreadLoop, worker: socket.socket) -> None:

@@ -505,7 +505,7 @@ MUTANTS = (
     _one(
         "grace period ignored",
         "tierkv.service.leases",
-        "        timer = loop.call_later(self._grace_s,",
+        "        timer = loop.call_later(self.grace_s,",
         "        timer = loop.call_later(0.0,",
         Simulated("kill", dies_by="kill"),
     ),

@@ -39,6 +39,8 @@ REQUESTS = [
     messages.Attend(1, 0, [2], b"l" * 4, b"i" * 8, 4, 0, 64, 128, 0.5, False, 9, 30.0),
     messages.Stat(),
     messages.Flush(),
+    messages.Drain(undo=True),
+    messages.Reload(),
 ]
 REPLIES = [
     messages.Welcome(1, b"t" * 16, 3, True, [messages.SequenceState(2, 1, b"s" * 8, 1, False)]),
@@ -47,6 +49,8 @@ REPLIES = [
     messages.Table(2, b"s" * 8, 1, 1, 0, 0),
     messages.Done(),
     messages.Status({"tiers": {"device": 3}}),
+    messages.Draining(True, 2, 300, False),
+    messages.Reloaded(["log.level"], ["device.bytes"]),
     messages.Failure("protocol", "no", {"reason": "oversized"}),
 ]
 

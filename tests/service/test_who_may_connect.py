@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 
@@ -17,6 +18,17 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become 
 
 def connects_as(daemon: Daemon, uid: int, gid: int) -> str:
     """What the daemon says to a process of this user and group: its state, or an error's code."""
+
+    def connect() -> str:
+        with Peer(daemon) as peer:
+            opening = peer.opening
+        return opening.code if isinstance(opening, Failure) else opening.state
+
+    return as_user(uid, gid, connect)
+
+
+def as_user(uid: int, gid: int, act: Callable[[], str]) -> str:
+    """What ``act`` returns in a process of this user and group, or the error's class."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -24,9 +36,7 @@ def connects_as(daemon: Daemon, uid: int, gid: int) -> str:
             os.setgroups([])
             os.setresgid(gid, gid, gid)
             os.setresuid(uid, uid, uid)
-            with Peer(daemon) as peer:
-                opening = peer.opening
-            said = opening.code if isinstance(opening, Failure) else opening.state
+            said = act()
         except BaseException as error:
             said = type(error).__name__
         os.write(write_end, said.encode())

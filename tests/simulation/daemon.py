@@ -19,8 +19,10 @@ from tierkv.errors import TierFailed, TierFull, TierkvError
 from tierkv.rpc import messages as m
 from tierkv.service.assembly import Parts, assemble
 from tierkv.service.lifecycle import DaemonState, Lifecycle
+from tierkv.service.operations import Operations
 from tierkv.service.recovered import Recovered
 from tierkv.service.recovery import recover
+from tierkv.service.reload import Reloader
 from tierkv.service.sessions import Sessions
 from tierkv.service.store import StateDirectory
 from tierkv.tiers.index import IndexChanges
@@ -69,7 +71,9 @@ class SimulatedDaemon:
         lifecycle = Lifecycle()
         for state in (DaemonState.RECOVERING, DaemonState.SERVING):
             lifecycle.enter(state)
-        self.sessions = Sessions(self.parts, lifecycle, dict, observer=self)
+        reloader = Reloader(config, lambda: config)
+        operations = Operations(self.parts, lifecycle, reloader.run)
+        self.sessions = Sessions(self.parts, lifecycle, dict, observer=self, operations=operations)
         through = config.disk.write == "through"
         self.parts.begin(self.recovered.state.epoch, write_through=through)
         self._behind = asyncio.get_running_loop().create_task(self.parts.engine.write_behind())

@@ -11,6 +11,7 @@ from tierkv.cli.exit_codes import Exit
 from tierkv.cli.options import config_options, load_config
 from tierkv.cli.render import print_json, print_table
 from tierkv.config import docs
+from tierkv.config.change import value_of
 from tierkv.config.schema import settings
 from tierkv.config.values import write_value
 
@@ -28,30 +29,31 @@ def config() -> None:
 
 @config.command()
 @config_options
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: {key: {value, origin}}.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: {key: {value, origin, live}}.")
 def show(file: Path | None, overrides: Sequence[str], as_json: bool) -> None:
     """Print every setting and where it came from.
 
-    Automatic values are shown as they would be decided now.
+    Automatic values are shown as they would be decided now. "on change" says whether a running
+    daemon takes a new value over by `tierkv reload`, or needs a restart.
     """
     loaded = load_config(file, overrides)
-    values = {
-        key: getattr(getattr(loaded.config, setting.section), setting.name)
-        for key, setting in settings().items()
-    }
+    values = {key: value_of(loaded.config, setting) for key, setting in settings().items()}
     if as_json:
         print_json(
-            {key: {"value": value, "origin": loaded.origins[key]} for key, value in values.items()}
+            {
+                key: {"value": values[key], "origin": loaded.origins[key], "live": setting.live}
+                for key, setting in settings().items()
+            }
         )
         return
     rows = []
     for key, setting in settings().items():
         origin = loaded.origins[key]
-        written = getattr(getattr(loaded.written, setting.section), setting.name)
-        if setting.auto_is and written == setting.auto:
+        if setting.auto_is and value_of(loaded.written, setting) == setting.auto:
             origin = f"{origin}: automatic"
-        rows.append((key, write_value(setting, values[key]) or '""', origin))
-    print_table(("key", "value", "from"), rows)
+        on_change = "reload" if setting.live else "restart"
+        rows.append((key, write_value(setting, values[key]) or '""', origin, on_change))
+    print_table(("key", "value", "from", "on change"), rows)
 
 
 @config.command()

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from tierkv.cli.options import config_options, load_config
-from tierkv.config.schema import Setting, settings
+from tierkv.config.schema import Config, Setting, settings
 from tierkv.config.values import write_value
 
 
@@ -50,7 +50,11 @@ def serve(file: Path | None, overrides: Sequence[str], **short: str | None) -> i
         for setting in settings().values()
         if setting.flag and (text := short.get(_parameter(setting))) is not None
     }
-    config = load_config(file, overrides, given).config
+
+    def read() -> Config:
+        return load_config(file, overrides, given).config
+
+    config = read()
     # Imported late: a mistake in the configuration is reported before torch is loaded.
     import_module("tierkv.obs.log").setup(config.log.level, config.log.format)
-    return int(import_module("tierkv.service.daemon").run(config))
+    return int(import_module("tierkv.service.daemon").run(config, read))

@@ -33,7 +33,7 @@ from tierkv.core.ids import U8
 from tierkv.core.spec import KVSpec
 from tierkv.errors import InvalidArgument, NotReady, ProtocolError, TierkvError, Unavailable
 from tierkv.native.pages import Pages, Rows
-from tierkv.rpc.messages import Attend, Done, Failure, Reply, Request
+from tierkv.rpc.messages import Attend, Done, Draining, Failure, Reloaded, Reply, Request
 from tierkv.rpc.wire import FrameDecoder, decode_reply, encode, unknown_reply
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def connect(
     reconnect_s: float = 30.0,
     name: str = "",
     populate: bool = True,
+    lease: bool = True,
 ) -> Connecting:
     """Connect a worker: ``async with aio.connect() as cache``, or ``cache = await aio.connect()``.
 
@@ -59,7 +60,7 @@ def connect(
     """
     path = default_socket_path() if socket_path is None else Path(socket_path)
     limits = Limits(timeout_s, call_timeout_s, reconnect_s)
-    return Connecting(Client(path, limits, name=name, populate=populate))
+    return Connecting(Client(path, limits, name=name, populate=populate, lease=lease))
 
 
 class Connecting:
@@ -89,11 +90,13 @@ class Client:
     if that does not succeed in time they raise Unavailable, and the next call tries again.
     """
 
-    def __init__(self, path: Path, limits: Limits, *, name: str, populate: bool) -> None:
+    def __init__(
+        self, path: Path, limits: Limits, *, name: str, populate: bool, lease: bool
+    ) -> None:
         self._path = path
         self._populate = populate
         self._limits = limits
-        self._core = ClientCore(name)
+        self._core = ClientCore(name, with_lease=lease)
         self._link: Link | None = None
         self._attaching = asyncio.Lock()
         self._scratch = asyncio.Lock()
@@ -144,6 +147,14 @@ class Client:
     async def flush(self, *, timeout_s: float = 600.0) -> None:
         """Return when all that was sealed is on disk. Raises TierFailed if that takes none."""
         await self._run(self._core.flush(), self._limits.patience(timeout_s))
+
+    async def drain(self, *, undo: bool = False) -> Draining:
+        """Let the daemon take no new leases. See the blocking client."""
+        return await self._run(self._core.drain(undo=undo))
+
+    async def reload(self) -> Reloaded:
+        """Have the daemon read its configuration anew. See the blocking client."""
+        return await self._run(self._core.reload())
 
     async def close(self) -> None:
         """End the lease, and with it all sequences. Never raises; calling it again does nothing."""

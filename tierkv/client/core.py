@@ -24,11 +24,15 @@ from tierkv.native.loops import loops
 from tierkv.rpc.messages import (
     PROTOCOL_VERSION,
     Done,
+    Drain,
+    Draining,
     Flush,
     Hello,
     Message,
     NamespaceOpened,
     Release,
+    Reload,
+    Reloaded,
     Reply,
     Request,
     SequenceState,
@@ -70,8 +74,9 @@ class ClientCore:
     their blocks, so the daemon shall keep what it holds of them.
     """
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(self, name: str = "", *, with_lease: bool = True) -> None:
         self.name = name
+        self.with_lease = with_lease
         self.pid = os.getpid()
         self.loops = loops()
         self.lease = 0
@@ -137,7 +142,8 @@ class ClientCore:
             self.arena.forget()
         self.arena, self.scratch = arena, scratch
         self.releasing.clear()
-        welcome = expect((yield lambda: Hello(PROTOCOL_VERSION, self.name, self._token)), Welcome)
+        hello = Hello(PROTOCOL_VERSION, self.name, self._token, self.with_lease)
+        welcome = expect((yield lambda: hello), Welcome)
         resumed = welcome.resumed and arena is self._lease_arena
         self.lease, self._token, self.epoch = welcome.lease, welcome.token, welcome.epoch
         self._lease_arena = arena
@@ -230,6 +236,14 @@ class ClientCore:
     def ping(self) -> Steps[None]:
         """A round trip that changes nothing."""
         expect((yield lambda: Release([])), Done)
+
+    def drain(self, *, undo: bool) -> Steps[Draining]:
+        """What the drain still waits for."""
+        return expect((yield lambda: Drain(undo)), Draining)
+
+    def reload(self) -> Steps[Reloaded]:
+        """What a new configuration changed."""
+        return expect((yield Reload), Reloaded)
 
     def flush(self) -> Steps[None]:
         """Returns when all that was sealed is on disk."""

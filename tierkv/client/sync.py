@@ -35,7 +35,7 @@ from tierkv.core.ids import U8
 from tierkv.core.spec import KVSpec
 from tierkv.errors import InvalidArgument, NotReady, TierkvError, Unavailable
 from tierkv.native.pages import Pages, Rows
-from tierkv.rpc.messages import Done, Failure, Reply, Request
+from tierkv.rpc.messages import Done, Draining, Failure, Reloaded, Reply, Request
 from tierkv.rpc.wire import FrameDecoder, decode_reply, encode, unknown_reply
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def connect(
     reconnect_s: float = 30.0,
     name: str = "",
     populate: bool = True,
+    lease: bool = True,
 ) -> Client:
     """Connect a worker to the daemon; use as a context manager.
 
@@ -66,13 +67,14 @@ def connect(
     waits for one that is gone, or starts: 0 means one attempt at once. Both together bound a call
     that meets both. ``name`` shows in the daemon's status. ``populate``: map the pools that are
     opened in the background, on a thread that then ends; else each page takes a page fault when
-    this process first touches it.
+    this process first touches it. Without ``lease`` the client holds nothing and may only look and
+    operate; it is let in while the daemon drains.
 
     Raises Unavailable when no daemon serves in time, VersionMismatch, NotOwner, LimitExceeded.
     """
     path = default_socket_path() if socket_path is None else Path(socket_path)
     limits = Limits(timeout_s, call_timeout_s, reconnect_s)
-    client = Client(path, limits, name=name, populate=populate)
+    client = Client(path, limits, name=name, populate=populate, lease=lease)
     client._open()
     return client
 
@@ -84,11 +86,13 @@ class Client:
     if that does not succeed in time it raises Unavailable, and the call after it tries again.
     """
 
-    def __init__(self, path: Path, limits: Limits, *, name: str, populate: bool) -> None:
+    def __init__(
+        self, path: Path, limits: Limits, *, name: str, populate: bool, lease: bool
+    ) -> None:
         self._path = path
         self._populate = populate
         self._limits = limits
-        self._core = ClientCore(name)
+        self._core = ClientCore(name, with_lease=lease)
         self._lock = threading.Lock()
         self._link: Link | None = None
         self._closed = False
@@ -148,6 +152,20 @@ class Client:
     def flush(self, *, timeout_s: float = 600.0) -> None:
         """Return when all that was sealed is on disk. Raises TierFailed if that takes none."""
         self._run(self._core.flush(), self._limits.patience(timeout_s))
+
+    def drain(self, *, undo: bool = False) -> Draining:
+        """No new leases from now on, and what is only in RAM goes to disk; ``undo`` ends that.
+
+        Asked again, it tells how far that is. Raises NotPermitted.
+        """
+        return self._run(self._core.drain(undo=undo))
+
+    def reload(self) -> Reloaded:
+        """Have the daemon read its configuration anew; which keys changed or need a restart.
+
+        Raises ConfigError if anything is wrong with it: then nothing has changed. NotPermitted.
+        """
+        return self._run(self._core.reload())
 
     def close(self) -> None:
         """End the lease, and with it all sequences. Never raises; calling it again does nothing."""

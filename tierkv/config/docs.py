@@ -19,6 +19,7 @@ _TOML_INTRO = """\
 # tierkv configuration. Every setting is shown with its default; remove the # to change one.
 # TIERKV_SECTION__KEY variables and flags override this file; `tierkv config show` tells which won.
 # Sizes are written as "64 MiB" or "500MB", durations as "10s", "250ms" or "5min".
+# `tierkv reload` has a running daemon take over what a reload changes; all else needs a restart.
 """
 
 _MARKDOWN_INTRO = """\
@@ -40,6 +41,10 @@ wrong with it, `tierkv config default` prints a file with all defaults.
 Sizes are written with binary or decimal units (`"64 MiB"`, `"1.5GiB"`, `"500MB"`) or as plain
 numbers of bytes; durations with `us`, `ms`, `s`, `min`, `h` or `d` (`"250ms"`, `"1h 30min"`) or as
 plain numbers of seconds. `"auto"` lets the daemon decide when it starts.
+
+`tierkv reload`, or SIGHUP, has a running daemon read all this anew and take over what a reload can
+change: all of it or, if anything is wrong, nothing. It says which other settings have changed and
+need a restart; `tierkv config show` tells the two kinds apart.
 """
 
 
@@ -94,6 +99,8 @@ def _remarks(setting: Setting) -> list[str]:
         remarks.append(f"At least {write_value(setting, setting.at_least)}.")
     if setting.off:
         remarks.append("Empty = off.")
+    if setting.live:
+        remarks.append("A reload changes it.")
     return remarks
 
 

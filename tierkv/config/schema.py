@@ -43,38 +43,40 @@ def _setting(
     auto_is: str = "",
     off: bool = False,
     flag: str = "",
+    live: bool = False,
 ) -> Meta:
     """What the loader and the documentation know of a setting.
 
     ``auto_is`` says what "auto" stands for (empty: it has no automatic value); ``off``: the empty
-    text switches it off; ``flag``: the short flag of ``tierkv serve``.
+    text switches it off; ``flag``: the short flag of ``tierkv serve``; ``live``: a reload changes
+    it, else a restart does.
     """
-    extra = {"kind": kind, "auto_is": auto_is, "off": off, "flag": flag}
+    extra = {"kind": kind, "auto_is": auto_is, "off": off, "flag": flag, "live": live}
     return Meta(description=description, ge=at_least, extra=extra)
 
 
-def _text(description: str, *, off: bool = False, flag: str = "") -> Meta:
-    return _setting(Kind.TEXT, description, off=off, flag=flag)
+def _text(description: str, *, off: bool = False, flag: str = "", live: bool = False) -> Meta:
+    return _setting(Kind.TEXT, description, off=off, flag=flag, live=live)
 
 
 def _path(description: str, auto_is: str, *, off: bool = False, flag: str = "") -> Meta:
     return _setting(Kind.PATH, description, auto_is=auto_is, off=off, flag=flag)
 
 
-def _count(description: str) -> Meta:
-    return _setting(Kind.COUNT, description, at_least=1)
+def _count(description: str, *, live: bool = False) -> Meta:
+    return _setting(Kind.COUNT, description, at_least=1, live=live)
 
 
-def _size(description: str, at_least: int) -> Meta:
-    return _setting(Kind.BYTES, description, at_least=at_least)
+def _size(description: str, at_least: int, *, live: bool = False) -> Meta:
+    return _setting(Kind.BYTES, description, at_least=at_least, live=live)
 
 
 def _budget(description: str, auto_is: str, flag: str) -> Meta:
     return _setting(Kind.BYTES, description, at_least=AUTO_BYTES, auto_is=auto_is, flag=flag)
 
 
-def _duration(description: str, at_least: float) -> Meta:
-    return _setting(Kind.DURATION, description, at_least=at_least)
+def _duration(description: str, at_least: float, *, live: bool = False) -> Meta:
+    return _setting(Kind.DURATION, description, at_least=at_least, live=live)
 
 
 class _Section(msgspec.Struct, frozen=True):
@@ -107,20 +109,37 @@ class Server(_Section, frozen=True):
             Kind.UIDS,
             "User ids that may connect; none given leaves that to the socket's mode: 0660, so the "
             "daemon's user, its group and root.",
+            live=True,
+        ),
+    ] = ()
+    operator_uids: Annotated[
+        tuple[int, ...],
+        _setting(
+            Kind.UIDS,
+            "User ids that may change what a running daemon does (`tierkv reload`, `tierkv drain` "
+            "and the like), beside root and the daemon's own user.",
+            live=True,
         ),
     ] = ()
     grace_s: Annotated[
         float,
-        _duration("How long leases that outlived a daemon wait for their workers to return.", 0),
+        _duration(
+            "How long leases that outlived a daemon wait for their workers to return.", 0, live=True
+        ),
     ] = 10.0
-    connections_max: Annotated[int, _count("Connections at once.")] = 1024
-    message_bytes_max: Annotated[int, _size("Largest message of a worker.", 64 * KiB)] = 16 * MiB
-    in_flight_max: Annotated[int, _count("Unanswered requests of one connection.")] = 256
-    sequences_max: Annotated[int, _count("Open sequences of one lease.")] = 65_536
+    connections_max: Annotated[int, _count("Connections at once.", live=True)] = 1024
+    message_bytes_max: Annotated[
+        int, _size("Largest message of a worker, from its next connection on.", 64 * KiB, live=True)
+    ] = 16 * MiB
+    in_flight_max: Annotated[
+        int, _count("Unanswered requests of one connection, from the next one on.", live=True)
+    ] = 256
+    sequences_max: Annotated[int, _count("Open sequences of one lease.", live=True)] = 65_536
     blocks_per_request_max: Annotated[
         int,
         _count(
-            "Blocks one request may name; 21845 are the most, as many as fit a frame of the log."
+            "Blocks one request may name; 21845 are the most, as many as fit a frame of the log.",
+            live=True,
         ),
     ] = 21_845
 
@@ -242,7 +261,10 @@ class Disk(_Section, frozen=True):
         ),
     ] = "auto"
     queue_blocks: Annotated[
-        int, _count("Blocks that may wait for the disk; beyond it optional copies are dropped.")
+        int,
+        _count(
+            "Blocks that may wait for the disk; beyond it optional copies are dropped.", live=True
+        ),
     ] = 4096
 
 
@@ -261,9 +283,14 @@ class Wal(_Section, frozen=True):
     ] = "kill"
     segment_bytes: Annotated[int, _size("Size of one log segment.", 64 * KiB)] = 64 * MiB
     checkpoint_bytes: Annotated[
-        int, _size("Log written since the last checkpoint that asks for a new one.", 64 * KiB)
+        int,
+        _size(
+            "Log written since the last checkpoint that asks for a new one.", 64 * KiB, live=True
+        ),
     ] = 64 * MiB
-    checkpoint_s: Annotated[float, _duration("Longest time between two checkpoints.", 0.1)] = 30.0
+    checkpoint_s: Annotated[
+        float, _duration("Longest time between two checkpoints.", 0.1, live=True)
+    ] = 30.0
     none_flush_s: Annotated[
         float, _duration('How often the log is written with durability = "none".', 0.001)
     ] = 0.01
@@ -295,11 +322,12 @@ class Log(_Section, frozen=True):
     """The daemon's log, on standard error."""
 
     level: Annotated[
-        Literal["debug", "info", "warning", "error"], _text("Least severe level that is written.")
+        Literal["debug", "info", "warning", "error"],
+        _text("Least severe level that is written.", live=True),
     ] = "info"
     format: Annotated[
         Literal["auto", "text", "logfmt", "json"],
-        _text("Form of a line; auto = text on a terminal, logfmt elsewhere."),
+        _text("Form of a line; auto = text on a terminal, logfmt elsewhere.", live=True),
     ] = "auto"
 
 
@@ -337,6 +365,7 @@ class Setting(NamedTuple):
     auto_is: str
     off: bool
     flag: str
+    live: bool
 
     @property
     def key(self) -> str:

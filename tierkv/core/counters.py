@@ -64,8 +64,6 @@ class Counters:
     tier, to tier), ``rpc_requests`` by (verb, code or "ok"), tiers are named as in ``TIERS``.
     ``namespace_tokens`` has [looked up, found] for each namespace. ``promotions``: blocks that came
     up into the device tier, by where from. ``breaker_trips``: how often a tier went out of service.
-    ``config_read_ok``: whether the configuration in force is the one that was read last, at
-    ``config_read_timestamp_s`` (Unix time).
     ``mismatched_blocks`` were found under a hash, but with other tokens or another parent.
     ``checkpoint_timestamp_s`` is Unix time, 0 before the first checkpoint.
     """
@@ -74,8 +72,6 @@ class Counters:
         "breaker_trips",
         "checkpoint_timestamp_s",
         "checksum_failures",
-        "config_read_ok",
-        "config_read_timestamp_s",
         "deduplicated_blocks",
         "disk_read_errors",
         "event_loop_lag_s",
@@ -112,8 +108,6 @@ class Counters:
         self.rpc_requests: dict[tuple[str, str], int] = {}
         self.event_loop_lag_s = 0.0
         self.checkpoint_timestamp_s = 0.0
-        self.config_read_ok = True
-        self.config_read_timestamp_s = 0.0
 
     def looked_up(
         self, namespace: int, tokens: int, *, device: int = 0, host: int = 0, disk: int = 0

@@ -21,6 +21,9 @@ REPEATS_MAX = 10
 
 REPEAT_PERIOD_S = 10.0
 
+_HANDLER = "tierkv"
+"""Name of the handler that ``setup`` makes, by which it finds the one that it made before."""
+
 _OWN_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "suppressed"}
 _PRIORITIES = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}  # syslog(3)
 _COLOURS = {"DEBUG": "2", "WARNING": "33", "ERROR": "31", "CRITICAL": "31;1"}
@@ -36,14 +39,20 @@ def setup(
 ) -> None:
     """Send all log records of this process to ``stream`` (default: standard error).
 
-    ``level`` and ``line_format`` are those of the [log] section. Replaces earlier handlers.
+    ``level`` and ``line_format`` are those of the [log] section. May be called again; handlers of
+    others stay.
     """
     stream = stream or sys.stderr
     variables = os.environ if variables is None else variables
     handler = logging.StreamHandler(stream)
     handler.setFormatter(_formatter(line_format, stream, variables))
     handler.addFilter(RepeatFilter())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    handler.set_name(_HANDLER)
+    root = logging.getLogger()
+    for earlier in [one for one in root.handlers if one.get_name() == _HANDLER]:
+        root.removeHandler(earlier)
+    root.addHandler(handler)
+    root.setLevel(level.upper())
 
 
 def _formatter(line_format: str, stream: TextIO, variables: Mapping[str, str]) -> logging.Formatter:

@@ -129,11 +129,14 @@ class CheckpointStatus(msgspec.Struct, kw_only=True):
 class ConfigStatus(msgspec.Struct, kw_only=True):
     """The last time that the configuration was read, at the start or since (Unix time).
 
-    ``ok`` is False if that failed: then the one before is in force.
+    ``ok`` is False if that failed, for which ``error`` says why: then the one before is in force.
+    ``needs_restart``: settings that were changed and do not hold yet.
     """
 
     ok: bool = True
     read_unix_s: float = 0.0
+    error: str = ""
+    needs_restart: list[str] = []
 
 
 class RoomStatus(msgspec.Struct, kw_only=True):

@@ -71,8 +71,7 @@ class Listener:
     ) -> None:
         self._listening = listening
         self._handler = handler
-        self._uids = None if uids is None else frozenset(uids)
-        self._limits = limits or ConnectionLimits()
+        self.admit(uids, limits or ConnectionLimits())
         self._connections: set[Connection] = set()
         self._attaching: set[asyncio.Task[object]] = set()
         self._watcher: HangupWatcher | None = None
@@ -81,6 +80,11 @@ class Listener:
     def connections(self) -> frozenset[Connection]:
         """Connections that hold descriptors, among them those that are just closing."""
         return frozenset(self._connections)
+
+    def admit(self, uids: Collection[int] | None, limits: ConnectionLimits) -> None:
+        """Who may connect, and what they are granted, from the next connection on."""
+        self._uids = None if uids is None else frozenset(uids)
+        self._limits = limits
 
     async def serve(self) -> None:
         """Accept workers for ever. Cancel to stop accepting; connections stay until ``close``."""

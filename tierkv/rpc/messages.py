@@ -51,11 +51,15 @@ class Greeting(Message, tag="greeting"):
 
 
 class Hello(Message, tag="hello"):
-    """Opens a lease, or takes one up again by its token (16 bytes; empty = a new lease)."""
+    """Opens a lease, or takes one up again by its token (16 bytes; empty = a new lease).
+
+    Without ``lease`` it opens none: an operator holds nothing, and is let in while a daemon drains.
+    """
 
     version: int
     name: str = ""
     token: bytes = b""
+    lease: bool = True
 
 
 class OpenNamespace(Message, tag="open_namespace"):
@@ -236,6 +240,27 @@ class Flush(Message, tag="flush"):
     """
 
 
+# --- requests of operators: what changes something is open to those whom it is granted -----------
+
+
+class Drain(Message, tag="drain"):
+    """No new leases from now on, and what is only in RAM goes to disk; with ``undo`` back again.
+
+    Asked again, it tells how far that is.
+    """
+
+    undo: bool = False
+
+
+class Reload(Message, tag="reload"):
+    """Reads the configuration anew and takes over what can change in a running daemon.
+
+    Fails with ``config`` and changes nothing if anything is wrong with it.
+    """
+
+
+OperatorRequest = Drain | Reload
+
 Request = (
     Hello
     | OpenNamespace
@@ -255,6 +280,7 @@ Request = (
     | Attend
     | Stat
     | Flush
+    | OperatorRequest
 )
 
 
@@ -356,6 +382,25 @@ class Status(Message, tag="status"):
     document: dict[str, Any]
 
 
+class Draining(Message, tag="draining"):
+    """What a drain still waits for. ``drains``: whether the daemon takes no new leases now.
+
+    ``unwritten`` sealed blocks are only in RAM; ``writing``: some of them are on their way.
+    """
+
+    drains: bool
+    leases: int
+    unwritten: int
+    writing: bool
+
+
+class Reloaded(Message, tag="reloaded"):
+    """Keys whose new values hold now, and keys whose new values need a restart."""
+
+    changed: list[str]
+    needs_restart: list[str]
+
+
 class Failure(Message, tag="failure"):
     """The request failed; nothing was changed. ``code`` is one of tierkv.errors."""
 
@@ -364,4 +409,16 @@ class Failure(Message, tag="failure"):
     details: dict[str, Any]
 
 
-Reply = Welcome | NamespaceOpened | Found | Existing | Table | Stored | Done | Status | Failure
+Reply = (
+    Welcome
+    | NamespaceOpened
+    | Found
+    | Existing
+    | Table
+    | Stored
+    | Done
+    | Status
+    | Draining
+    | Reloaded
+    | Failure
+)

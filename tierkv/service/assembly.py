@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from tierkv_wal import WalWriter
+
 from tierkv.config.schema import Config
 from tierkv.core.counters import Counters
 from tierkv.core.effects import Move
@@ -81,6 +83,12 @@ class Parts:
         if write_through:
             self.engine.write_all_behind()
 
+    def apply(self, config: Config, writer: WalWriter) -> None:
+        """Take over the live settings of a new configuration."""
+        self.planner.limits = request_limits(config, writer)
+        self.engine.queue_blocks = config.disk.queue_blocks
+        self.leases.grace_s = config.server.grace_s
+
     async def close(self) -> None:
         """End all threads; the log is written and synced."""
         await self.engine.close()
@@ -112,7 +120,7 @@ def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Ho
     )
     placement.doubt.mark(unverified_rows(state))
     placement.list_all()
-    planner = Planner(state, placement, _limits(config, recovered))
+    planner = Planner(state, placement, request_limits(config, recovered.writer))
     engine = Engine(
         planner,
         journal,
@@ -153,9 +161,9 @@ def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Ho
     )
 
 
-def _limits(config: Config, recovered: Recovered) -> Limits:
+def request_limits(config: Config, writer: WalWriter) -> Limits:
     """What the configuration grants, and one request's records fit one frame of the log."""
-    blocks_max = recovered.writer.append_records_max // RECORDS_PER_BLOCK_MAX
+    blocks_max = writer.append_records_max // RECORDS_PER_BLOCK_MAX
     return Limits(
         config.server.sequences_max, min(config.server.blocks_per_request_max, blocks_max)
     )

@@ -25,6 +25,7 @@ from tierkv.core.placement import Placement
 from tierkv.errors import ConfigError, NotReady, TierFailed, TierFull, TierkvError
 from tierkv.gpu import Gpu, GpuFailed
 from tierkv.obs.exporter import Exporter
+from tierkv.obs.log import setup as log_setup
 from tierkv.obs.metrics import Metrics
 from tierkv.obs.problems import Problems
 from tierkv.obs.status import LoopStatus, StatusDocument, to_plain
@@ -38,8 +39,10 @@ from tierkv.service.fd_store import FdStore
 from tierkv.service.last_status import write_last_status
 from tierkv.service.lifecycle import DaemonState, Lifecycle
 from tierkv.service.machine import Machine, RealMachine
+from tierkv.service.operations import Operations
 from tierkv.service.recovered import Recovered
 from tierkv.service.recovery import recover
+from tierkv.service.reload import Reloader
 from tierkv.service.room import Room
 from tierkv.service.runtime import (
     keep_objects,
@@ -71,13 +74,16 @@ PROGRESS_S = 2.0
 """How often the service manager hears how far recovery is."""
 
 
-def run(config: Config) -> int:
-    """Run the daemon until it is told to stop; returns the exit code."""
+def run(config: Config, read: Callable[[], Config]) -> int:
+    """Run the daemon until it is told to stop; returns the exit code.
+
+    ``read`` reads the configuration anew for a reload.
+    """
     faulthandler.enable()
     set_interpreter()
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_Daemon(config).run())
+            return runner.run(_Daemon(config, read).run())
     except ConfigError as error:
         log.error("%s", error)
         return EXIT_CONFIG
@@ -102,15 +108,16 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 class _Daemon:
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, read: Callable[[], Config]) -> None:
         self._config = config
+        self._reloader = Reloader(config, read)
+        self._reloading: set[asyncio.Task[None]] = set()
         self._lifecycle = Lifecycle()
         self._counters = Counters()
         self._notifier = Notifier(os.environ.get("NOTIFY_SOCKET", ""))
         self._stop = asyncio.Event()
         self._exit_code = EXIT_OK
         self._started = time.monotonic()
-        self._counters.config_read_timestamp_s = time.time()
         self._next_progress_s = 0.0
         self._reader: StatusReader | None = None
         self._metrics = Metrics(self._document, self._counters)
@@ -195,20 +202,31 @@ class _Daemon:
             self._started,
             self._room,
         )
+        operations = Operations(
+            parts, self._lifecycle, self._reloader.run, config.server.operator_uids
+        )
         sessions = Sessions(
-            parts, self._lifecycle, lambda: to_plain(self._document()), observer=self
+            parts,
+            self._lifecycle,
+            lambda: to_plain(self._document()),
+            observer=self,
+            operations=operations,
         )
         self._reader.sessions = sessions
         listener = Listener(
             listening,
             sessions,
             uids=config.server.allowed_uids or None,
-            limits=ConnectionLimits(
-                connections=config.server.connections_max,
-                in_flight=config.server.in_flight_max,
-                payload_bytes=config.server.message_bytes_max,
-            ),
+            limits=_connection_limits(config),
         )
+
+        def apply(config: Config) -> None:
+            log_setup(config.log.level, config.log.format)
+            listener.admit(config.server.allowed_uids or None, _connection_limits(config))
+            operations.operator_uids = config.server.operator_uids
+            parts.apply(config, recovered.writer)
+
+        self._reloader.apply = apply
         parts.begin(recovered.state.epoch, write_through=config.disk.write == "through")
         keep_objects()
         self._lifecycle.enter(DaemonState.SERVING)
@@ -222,7 +240,9 @@ class _Daemon:
                 self._tick(recovered.writer, ballast, parts.checkpointer, parts.planner.placement),
                 watch_loop(self._metrics.loop_turn, self._metrics.loop_delay),
             )
-        self._lifecycle.enter(DaemonState.DRAINING)
+        operations.stop()
+        if self._lifecycle.state is not DaemonState.DRAINING:
+            self._lifecycle.enter(DaemonState.DRAINING)
         log.info("stopping: what is only in RAM goes to disk")
         self._notifier.send("STOPPING=1", "STATUS=draining")
         # Workers see end-of-file and come back to the next daemon: their leases stay in the log.
@@ -255,8 +275,8 @@ class _Daemon:
     ) -> None:
         """Checkpoints when they are due, keeps room for what comes, measures the loop's lag."""
         loop = asyncio.get_running_loop()
-        wal = self._config.wal
         while True:
+            wal = self._reloader.config.wal
             expected = loop.time() + TICK_S
             await asyncio.sleep(TICK_S)
             self._counters.event_loop_lag_s = max(0.0, loop.time() - expected)
@@ -347,6 +367,7 @@ class _Daemon:
         document = self._reader.document()
         document.loop = self._loop_status()
         document.problems = self._problems.latest()
+        document.config = self._reloader.status
         return document
 
     def _loop_status(self) -> LoopStatus:
@@ -404,6 +425,17 @@ class _Daemon:
         loop.set_exception_handler(self._unexpected)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._told_to_stop)
+        loop.add_signal_handler(signal.SIGHUP, self._told_to_reload)
+
+    def _told_to_reload(self) -> None:
+        task = asyncio.get_running_loop().create_task(self._reload())
+        self._reloading.add(task)
+        task.add_done_callback(self._reloading.discard)
+
+    async def _reload(self) -> None:
+        # What is wrong is in the log; there is nobody else to tell.
+        with contextlib.suppress(ConfigError):
+            await self._reloader.run()
 
     def _told_to_stop(self) -> None:
         if self._stop.is_set():
@@ -411,6 +443,14 @@ class _Daemon:
             _flush_streams()
             os._exit(EXIT_FAILED)
         self._stop.set()
+
+
+def _connection_limits(config: Config) -> ConnectionLimits:
+    return ConnectionLimits(
+        connections=config.server.connections_max,
+        in_flight=config.server.in_flight_max,
+        payload_bytes=config.server.message_bytes_max,
+    )
 
 
 def _gpu(config: Config) -> Gpu | None:

@@ -122,7 +122,7 @@ class Engine:
         self._mover = mover
         self._write_through = write_through
         self._durable_seal = durable_seal
-        self._queue_blocks = queue_blocks
+        self.queue_blocks = queue_blocks
         self._lanes = {
             "copy": Lane("tierkv-copy", 1),
             "read": Lane("tierkv-read", 2),
@@ -253,7 +253,7 @@ class Engine:
         if not sealed or not self._write_through or not self.planner.placement.enabled(Tier.DISK):
             return
         for rows, ids in sealed:
-            if self._behind_blocks + len(rows) > self._queue_blocks:
+            if self._behind_blocks + len(rows) > self.queue_blocks:
                 self.planner.placement.counters.optional_copies_dropped += len(rows)
                 continue
             self._put_behind(rows, ids)
@@ -297,16 +297,30 @@ class Engine:
 
     def write_all_behind(self) -> None:
         """Queue every sealed block that has no copy on disk, nor gets one now, however many."""
-        state, blocks = self.planner.state, self.planner.state.blocks
+        blocks = self.planner.state.blocks
         if not self.planner.placement.enabled(Tier.DISK):
             return
         self._behind.clear()
         self._behind_blocks = 0
-        rows = distinct(np.concatenate([state.rows_in(tier) for tier in RAM_TIERS]))
-        rows = rows[blocks.is_sealed(rows) & ~blocks.has_copy(rows, Tier.DISK)]
+        rows = self._unwritten_rows()
         if self._under_way:
             rows = rows[~np.isin(blocks.id[rows], np.concatenate(self._under_way))]
         self._put_behind(rows, blocks.id[rows].copy())
+
+    @property
+    def unwritten_blocks(self) -> int:
+        """Sealed blocks without a copy on disk; 0 without a disk tier."""
+        return len(self._unwritten_rows()) if self.planner.placement.enabled(Tier.DISK) else 0
+
+    @property
+    def writing(self) -> bool:
+        """Whether blocks are on their way to disk."""
+        return bool(self._under_way) or (bool(self._behind) and not self.breaker.open)
+
+    def _unwritten_rows(self) -> I64:
+        state, blocks = self.planner.state, self.planner.state.blocks
+        rows = distinct(np.concatenate([state.rows_in(tier) for tier in RAM_TIERS]))
+        return rows[blocks.is_sealed(rows) & ~blocks.has_copy(rows, Tier.DISK)]
 
     def _put_behind(self, rows: I64, ids: U64) -> None:
         state = self.planner.state

@@ -30,7 +30,7 @@ class Leases:
 
     def __init__(self, planner: Planner, grace_s: float) -> None:
         self._planner = planner
-        self._grace_s = grace_s
+        self.grace_s = grace_s
         self._holders: dict[int, Connection] = {}
         self._waiting: dict[int, tuple[asyncio.TimerHandle, int | None]] = {}
         self._closed = False
@@ -83,7 +83,7 @@ class Leases:
 
     def _await(self, lease: Lease) -> None:
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(self._grace_s, self._grace_over, lease)
+        timer = loop.call_later(self.grace_s, self._grace_over, lease)
         pidfd = open_pidfd(lease.pid) if lease.pid else None
         if pidfd is not None:
             loop.add_reader(pidfd, self._worker_ended, lease.id)
@@ -118,7 +118,7 @@ class Leases:
                 extra={"lease": lease.id, "pid": lease.pid},
             )
         _, pidfd = self._waiting[lease.id]
-        timer = asyncio.get_running_loop().call_later(self._grace_s, self._grace_over, lease)
+        timer = asyncio.get_running_loop().call_later(self.grace_s, self._grace_over, lease)
         self._waiting[lease.id] = (timer, pidfd)
 
     def _stop_waiting(self, lease: int) -> None:

@@ -22,7 +22,7 @@ TRANSITIONS: dict[DaemonState, frozenset[DaemonState]] = {
     DaemonState.STARTING: frozenset({DaemonState.RECOVERING}),
     DaemonState.RECOVERING: frozenset({DaemonState.SERVING}),
     DaemonState.SERVING: frozenset({DaemonState.DRAINING}),
-    DaemonState.DRAINING: frozenset({DaemonState.STOPPED}),
+    DaemonState.DRAINING: frozenset({DaemonState.SERVING, DaemonState.STOPPED}),
     DaemonState.STOPPED: frozenset(),
 }
 

@@ -17,19 +17,38 @@ from tierkv.core.ids import U32, U64, Tier
 from tierkv.core.matching import Chain, TierCounts
 from tierkv.core.sequences import TableView
 from tierkv.core.storing import ToStore
-from tierkv.errors import InvalidArgument, LimitExceeded, TierFailed, TierkvError, UnknownNamespace
+from tierkv.errors import (
+    InvalidArgument,
+    LimitExceeded,
+    NotReady,
+    TierFailed,
+    TierkvError,
+    UnknownNamespace,
+)
 from tierkv.obs.status import WorkerStatus
 from tierkv.rpc import messages as m
 from tierkv.rpc.connection import Connection
 from tierkv.rpc.wire import failure
 from tierkv.service.assembly import Parts
 from tierkv.service.journal import Journal
-from tierkv.service.lifecycle import Lifecycle
+from tierkv.service.lifecycle import DaemonState, Lifecycle
+from tierkv.service.operations import Operations
 from tierkv.tiers.entry import split_hashes
 
 LASTING = (m.Seal, m.Store, m.Flush)
 """What is promised by the reply to these is on disk. Any other is about memory, or a lease on it:
 a worker that could hold us to it ends with the machine."""
+
+WITHOUT_LEASE = (
+    m.OpenNamespace,
+    m.Lookup,
+    m.Exists,
+    m.Release,
+    m.Stat,
+    m.Flush,
+    *get_args(m.OperatorRequest),
+)
+"""What may be asked without a lease: all that takes hold of nothing."""
 
 VERB_NAMES: dict[type[m.Message], str] = {
     verb: str(verb.__struct_config__.tag) for verb in get_args(m.Request)
@@ -127,6 +146,7 @@ class Sessions:
         lifecycle: Lifecycle,
         status: Callable[[], dict[str, Any]],
         observer: Observer,
+        operations: Operations,
     ) -> None:
         self._engine = parts.engine
         self._planner = parts.planner
@@ -138,6 +158,7 @@ class Sessions:
         self._lifecycle = lifecycle
         self._status = status
         self._observer = observer
+        self._operations = operations
         self._sessions: dict[Connection, Session] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._prefetching = 0
@@ -201,7 +222,8 @@ class Sessions:
             arena=self._arena.identity,
             arena_bytes=self._arena.size_bytes,
             scratch_bytes=SCRATCH_BYTES,
-            state=self._lifecycle.state.value,
+            # While it drains, those that hold a lease may still come back, and operators come.
+            state=DaemonState.SERVING.value,
             gpu=gpu.identity if gpu is not None else b"",
         )
 
@@ -219,6 +241,8 @@ class Sessions:
     def request(self, connection: Connection, request_id: int, message: m.Request) -> None:
         """See RequestHandler."""
         session = self._sessions[connection]
+        if not session.lease and not isinstance(message, (m.Hello, *WITHOUT_LEASE)):
+            raise InvalidArgument("this connection was opened without a lease, so it holds nothing")
         call = Call(self._observer, self._engine.journal, connection, request_id, message)
         flow = self._flows.get(type(message))
         if flow is not None:
@@ -230,6 +254,8 @@ class Sessions:
             self._engine.start(self._hello(session, connection, message), call.done)
         elif isinstance(message, m.Attend):
             self._start_attend(session, connection, message, call.done)
+        elif isinstance(message, m.OperatorRequest):
+            self._in_background(self._operate(connection, message, call.done))
         else:
             self._in_background(self._flush(call.done))
 
@@ -237,10 +263,12 @@ class Sessions:
 
     def _hello(self, session: Session, connection: Connection, message: m.Hello) -> Flow[m.Message]:
         yield from ()
+        session.name, session.pid = message.name, connection.pid
+        if not message.lease:
+            return m.Welcome(0, b"", self._planner.state.epoch, resumed=False, sequences=[])
         lease = self._leases.resume(connection, message.token) if message.token else None
         resumed = lease is not None
-        session.name, session.pid = message.name, connection.pid
-        session.lease = lease if lease is not None else self._leases.open(connection)
+        session.lease = lease if lease is not None else self._new_lease(connection)
         state = self._planner.state
         return m.Welcome(
             lease=session.lease,
@@ -258,6 +286,15 @@ class Sessions:
                 for sequence in self._planner.sequences_of(session.lease)
             ],
         )
+
+    def _new_lease(self, connection: Connection) -> int:
+        state = self._lifecycle.state
+        if state is not DaemonState.SERVING:
+            raise NotReady(
+                f"the daemon is {state}: it takes no new leases until `tierkv drain --undo`",
+                state=state.value,
+            )
+        return self._leases.open(connection)
 
     def _open_namespace(self, session: Session, message: m.OpenNamespace) -> Flow[m.Message]:
         yield from ()
@@ -451,6 +488,17 @@ class Sessions:
         """The same for all that a lease holds, once its worker has gone."""
         yield from self._attention.finished(lease)
         self._leases.end(lease, connection)
+
+    async def _operate(
+        self,
+        connection: Connection,
+        message: m.OperatorRequest,
+        done: Callable[[m.Message | TierkvError], None],
+    ) -> None:
+        try:
+            done(await self._operations.carry_out(connection, message))
+        except TierkvError as error:
+            done(error)
 
     async def _flush(self, done: Callable[[m.Message | TierkvError], None]) -> None:
         try:

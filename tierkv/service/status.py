@@ -18,7 +18,6 @@ from tierkv.core.state import State
 from tierkv.native.loops import loops
 from tierkv.obs.status import (
     CheckpointStatus,
-    ConfigStatus,
     MemoryStatus,
     NamespaceStatus,
     PrefixStatus,
@@ -90,9 +89,6 @@ class StatusReader:
             recovery=_recovery(self.report, self.parts.arenas),
             checkpoint=CheckpointStatus(
                 lsn=self.parts.checkpointer.last_lsn, age_s=self.parts.checkpointer.age_s
-            ),
-            config=ConfigStatus(
-                ok=counters.config_read_ok, read_unix_s=counters.config_read_timestamp_s
             ),
             room=self.room.status,
         )

@@ -1,0 +1,176 @@
+"""What operators ask of a running daemon: who may, draining, reloading."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tierkv
+from tests.service.blocks import SPEC, check, fill, tokens
+from tests.service.raw import Peer
+from tests.service.running import Daemon, running, until
+from tests.service.test_who_may_connect import STRANGER_UID, as_user
+from tierkv import aio
+from tierkv.errors import ConfigError, NotReady, TierkvError, Unavailable
+from tierkv.rpc import messages as m
+
+
+@pytest.fixture
+def configured(tmp_path: Path) -> Iterator[tuple[Daemon, Path]]:
+    """A daemon with a configuration file, which settings of the harness override."""
+    file = tmp_path / "tierkv.toml"
+    file.write_text("")
+    with running(extra={"TIERKV_CONFIG": str(file)}) as daemon:
+        yield daemon, file
+
+
+def operator(daemon: Daemon) -> tierkv.Client:
+    return tierkv.connect(daemon.socket, timeout_s=10, name="operator", lease=False)
+
+
+# --- who may --------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+def test_changes_are_granted_to_those_whom_the_configuration_lists() -> None:
+    def ask(daemon: Daemon, uid: int) -> str:
+        group = daemon.socket.stat().st_gid
+        return as_user(uid, group, lambda: _code(Peer(daemon).hello().ask(m.Drain(undo=True))))
+
+    with running({"server.operator_uids": f"{STRANGER_UID}"}) as daemon:
+        daemon.folder.chmod(0o755)
+        assert ask(daemon, STRANGER_UID) == "draining"
+        assert ask(daemon, STRANGER_UID + 1) == "not_permitted"
+
+
+def _code(reply: m.Message) -> str:
+    return reply.code if isinstance(reply, m.Failure) else str(reply.__struct_config__.tag)
+
+
+def test_without_a_lease_one_may_look_but_hold_nothing(daemon: Daemon, bystander: None) -> None:
+    leases = daemon.status()["leases"]
+    with operator(daemon) as client:
+        namespace = client.namespace(SPEC)
+        assert namespace.lookup(tokens(3, seed=1)).tokens == len(tokens(3, seed=1))
+        assert client.stat()["leases"] == leases
+        assert client.ping()
+        with pytest.raises(tierkv.errors.InvalidArgument, match="without a lease"):
+            namespace.begin(tokens(3, seed=1))
+
+
+# --- draining -------------------------------------------------------------------------------------
+
+
+def test_a_drain_refuses_new_leases_and_keeps_the_old_ones() -> None:
+    with running() as daemon, daemon.connect() as client, operator(daemon) as op:
+        namespace = client.namespace(SPEC)
+        sequence = fill(namespace, tokens(3, seed=1))
+        assert op.drain().drains
+        assert daemon.get("/readyz") == (503, "draining\n")
+        with pytest.raises(Unavailable) as refused:
+            tierkv.connect(daemon.socket, timeout_s=0.1)
+        assert isinstance(refused.value.__cause__, NotReady)
+        with operator(daemon) as another:
+            assert another.stat()["state"] == "draining"
+        sequence.reserve(1)
+        check(namespace, sequence)
+        client.close()
+        until(lambda: op.drain().leases == 0, "for the lease to end")
+        assert not op.drain(undo=True).drains
+        assert daemon.get("/readyz") == (200, "serving\n")
+        daemon.connect().close()
+
+
+def test_a_worker_of_a_draining_daemon_may_come_back() -> None:
+    with running() as daemon, daemon.connect() as client, operator(daemon) as op:
+        sequence = fill(client.namespace(SPEC), tokens(3, seed=1))
+        op.drain()
+        token = client._core._token
+        with Peer(daemon) as peer:
+            welcome = peer.want(m.Hello(m.PROTOCOL_VERSION, token=token), m.Welcome)
+        assert welcome.resumed
+        assert len(welcome.sequences) == 1
+        assert not sequence.lost
+
+
+def test_a_drain_writes_what_is_only_in_ram() -> None:
+    with running({"disk.write": "demote"}) as daemon, daemon.connect() as client:
+        fill(client.namespace(SPEC), tokens(3, seed=1))
+        assert daemon.status()["tiers"]["disk"]["blocks"] == 0
+        with operator(daemon) as op:
+            op.drain()
+            until(lambda: op.drain().unwritten == 0, "for the blocks to be written")
+            assert daemon.status()["tiers"]["disk"]["blocks"] == 3
+
+
+def test_a_draining_daemon_stops_as_any(tmp_path: Path) -> None:
+    with running() as daemon:
+        with operator(daemon) as op:
+            op.drain()
+        assert daemon.stop() == 0, daemon.said()
+
+
+# --- reloading ------------------------------------------------------------------------------------
+
+
+def test_a_reload_takes_over_what_is_live_and_tells_what_is_not(
+    configured: tuple[Daemon, Path],
+) -> None:
+    daemon, file = configured
+    file.write_text(
+        '[log]\nlevel = "debug"\n[server]\nconnections_max = 2\n[attend]\nthreads = 2\n'
+    )
+    with operator(daemon) as op:
+        found = op.reload()
+        assert found.changed == ["server.connections_max", "log.level"]
+        assert found.needs_restart == ["attend.threads"]
+        assert op.reload().changed == []
+        assert op.reload().needs_restart == ["attend.threads"]
+        with operator(daemon), pytest.raises(tierkv.errors.LimitExceeded):
+            operator(daemon)
+        assert op.stat()["config"]["needs_restart"] == ["attend.threads"]
+
+
+def test_a_bad_configuration_changes_nothing(configured: tuple[Daemon, Path]) -> None:
+    daemon, file = configured
+    file.write_text('[log]\nlevel = "debug"\nlevels = 3\n')
+    with operator(daemon) as op:
+        with pytest.raises(ConfigError, match=r"log.levels: unknown key .*tierkv.toml:3"):
+            op.reload()
+        found = op.stat()["config"]
+        assert not found["ok"]
+        assert "log.levels" in found["error"]
+        file.write_text("")
+        assert op.reload().changed == []
+        assert op.stat()["config"]["ok"]
+        assert op.stat()["config"]["error"] == ""
+        # What went wrong is still told, though the log's form was set up anew.
+        assert any("not reloaded" in one["message"] for one in op.stat()["problems"])
+
+
+def test_sighup_reloads(configured: tuple[Daemon, Path]) -> None:
+    daemon, file = configured
+    file.write_text('[log]\nlevel = "debug"\n')
+    daemon.signal(signal.SIGHUP)
+    until(lambda: "changed=log.level" in daemon.said(), "for the reload")
+
+
+async def _by_asyncio(daemon: Daemon) -> None:
+    async with aio.connect(daemon.socket, lease=False) as op:
+        assert (await op.drain()).drains
+        assert not (await op.drain(undo=True)).drains
+        assert (await op.reload()).changed == []
+
+
+@pytest.mark.asyncio
+async def test_the_asyncio_client_operates_too(daemon: Daemon) -> None:
+    try:
+        await _by_asyncio(daemon)
+    except TierkvError:
+        with operator(daemon) as op:
+            op.drain(undo=True)
+        raise
