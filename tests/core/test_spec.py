@@ -26,6 +26,7 @@ OTHER: dict[str, Any] = {
     "vocab_size": 7,
     "lora": "l",
     "salt": "s",
+    "tenant": "t",
     "tp_rank": 1,
     "tp_size": 2,
     "pp_rank": 1,
@@ -51,6 +52,8 @@ OTHER: dict[str, Any] = {
         ("layers", None),
         ("model", 5),
         ("salt", b"bytes"),
+        ("tenant", "a" * 129),
+        ("tenant", "two\nlines"),
         ("packed_bytes", 1000),
         ("packing", 1),
     ],
@@ -95,6 +98,13 @@ def test_the_digest_of_plain_blocks_says_nothing_of_packing() -> None:
         '"tp_rank":0,"tp_size":1,"vocab_size":0}'
     )
     assert SPEC.digest == xxhash.xxh3_128_digest(fields.encode())
+
+
+def test_a_spec_without_a_tenant_is_what_it_was_before_there_were_any() -> None:
+    assert b"tenant" not in msgspec.json.encode(SPEC)
+    owned = msgspec.structs.replace(SPEC, tenant="acme")
+    owned.check()
+    assert msgspec.json.decode(msgspec.json.encode(owned), type=KVSpec) == owned
 
 
 def test_packed_blocks_have_a_size_and_nothing_else() -> None:

@@ -24,7 +24,8 @@ def test_keys() -> None:
         "io",
     ]  # fmt: skip
     assert list(plain["namespaces"][0]) == [
-        "id", "model", "dtype", "block_tokens", "block_bytes",
+        "id", "model", "dtype", "block_tokens", "block_bytes", "tenant", "digest", "blocks",
+        "tiers",
     ]  # fmt: skip
     assert list(plain["prefix"]) == ["lookup_tokens", "hit_tokens", "hit_ratio"]
     assert list(plain["wal"]) == [

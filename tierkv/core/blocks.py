@@ -256,6 +256,18 @@ class Blocks:
         counts: list[int] = np.bincount(self.best_tier(rows), minlength=len(Tier)).tolist()
         return counts[: len(Tier)]
 
+    def census(self, first: int, stop: int) -> I64:
+        """How many blocks of each namespace these rows hold, and how many copies of them by tier.
+
+        Shape [namespaces, 1 + tiers]; namespaces above the highest one found are left out.
+        """
+        where = self.namespace[first:stop].astype(np.int64) * len(_WHERE) + self._where[first:stop]
+        found = np.bincount(where)
+        namespaces = -(-len(found) // len(_WHERE))
+        found = np.pad(found, (0, namespaces * len(_WHERE) - len(found)))
+        counted = np.stack([_WHERE > 0, *_HAS], 1).astype(np.int64)
+        return np.asarray(found.reshape(namespaces, len(_WHERE)) @ counted)
+
     def may_leave(self, rows: I64, tier: Tier) -> Bool:
         """Which of the rows have a copy in the tier that no worker maps, shape [n]."""
         may = self.has_copy(rows, tier)

@@ -18,17 +18,22 @@ TOKEN_ID_MAX = 2**32 - 1
 BLOCK_BYTES_MAX = 1 << 30
 """More than any engine's blocks, and less than a single read of a file can bring."""
 
+TENANT_CHARACTERS_MAX = 128
+
 SMALL_SLOT_ALIGN = 64
 PAGE = 4096
 _GEOMETRY = ("layers", "kv_heads", "head_dim")
 
 
-class KVSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KVSpec(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Geometry and identity of a model shard's KV blocks.
 
     A block holds ``block_tokens`` tokens as ``[layers, 2, block_tokens, kv_heads, head_dim]`` of
     ``dtype`` (layout ``NHD``; ``HND`` swaps the token and head axes). ``fingerprint`` names the
-    weights themselves, not their path. ``salt`` separates tenants.
+    weights themselves, not their path. ``tenant`` names whose blocks these are, for operators and
+    their metrics; like all other fields it separates. So does ``salt``, which nobody is shown.
 
     Blocks whose bytes only their engine understands have a ``packing``, a tag for that format
     (engine, version, layout), and ``packed_bytes`` each. Of such a spec layers, heads, layout and
@@ -47,6 +52,7 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     vocab_size: int = 0
     lora: str = ""
     salt: str = ""
+    tenant: str = ""
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
@@ -72,6 +78,11 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.dtype not in DTYPE_BYTES and not self.packing:
             raise InvalidArgument(
                 f"KVSpec.dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}"
+            )
+        if len(self.tenant) > TENANT_CHARACTERS_MAX or not self.tenant.isprintable():
+            raise InvalidArgument(
+                f"KVSpec.tenant is {self.tenant[:80]!r}; it must be printable, and at most "
+                f"{TENANT_CHARACTERS_MAX} characters"
             )
         if self.layout not in ("NHD", "HND"):
             raise InvalidArgument(f"KVSpec.layout is {self.layout!r}; it must be NHD or HND")
@@ -114,6 +125,8 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         fields = msgspec.structs.asdict(self)
         if not self.packing:
             del fields["packing"], fields["packed_bytes"]
+        if not self.tenant:
+            del fields["tenant"]
         return xxhash.xxh3_128_digest(msgspec.json.encode(fields, order="sorted"))
 
 

@@ -54,14 +54,29 @@ class MemoryStatus(msgspec.Struct, kw_only=True):
     numa: str = ""
 
 
+class HeldStatus(msgspec.Struct, kw_only=True):
+    """What of something lies in one tier: blocks, and the bytes that their slots take."""
+
+    blocks: int = 0
+    bytes: int = 0
+
+
 class NamespaceStatus(msgspec.Struct, kw_only=True):
-    """One namespace: which model's blocks, and how large one is."""
+    """One namespace: which model's blocks, whose, how large one is, and what lies where.
+
+    ``model`` and ``tenant`` are empty if only the ``digest`` (hex) outlived the index. ``blocks``
+    counts each once, ``tiers`` each copy; in a large store they are some seconds old.
+    """
 
     id: int
     model: str
     dtype: str
     block_tokens: int
     block_bytes: int
+    tenant: str = ""
+    digest: str = ""
+    blocks: int = 0
+    tiers: dict[str, HeldStatus] = {}
 
 
 class WorkerStatus(msgspec.Struct, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from tierkv_wal import SLOT_BYTES, WalWriter
@@ -18,6 +18,7 @@ from tierkv.core.state import State
 from tierkv.native.loops import loops
 from tierkv.obs.status import (
     CheckpointStatus,
+    HeldStatus,
     MemoryStatus,
     NamespaceStatus,
     PrefixStatus,
@@ -28,6 +29,7 @@ from tierkv.obs.status import (
     WalStatus,
 )
 from tierkv.service.assembly import Parts
+from tierkv.service.census import Census
 from tierkv.service.lifecycle import Lifecycle
 from tierkv.service.recovered import RecoveryReport
 from tierkv.service.room import Room
@@ -47,6 +49,10 @@ class StatusReader:
     started: float
     room: Room
     sessions: Sessions | None = None
+    census: Census = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.census = Census(self.parts.planner.state)
 
     def document(self) -> StatusDocument:
         """The daemon as it is now."""
@@ -122,8 +128,10 @@ class StatusReader:
     def _namespaces(self) -> list[NamespaceStatus]:
         state = self.parts.planner.state
         found = []
+        counts = self.census.counts()
         for namespace, entry in state.namespaces.items():
-            shape = state.pools[entry.pool]
+            pool, shape = entry.pool, state.pools[entry.pool]
+            blocks, *copies = counts[namespace].tolist()
             spec = self.parts.namespaces.spec(namespace)
             found.append(
                 NamespaceStatus(
@@ -132,6 +140,15 @@ class StatusReader:
                     dtype=spec.dtype if spec else "",
                     block_tokens=shape.block_tokens,
                     block_bytes=shape.block_bytes,
+                    tenant=spec.tenant if spec else "",
+                    digest=entry.digest.hex(),
+                    blocks=blocks,
+                    tiers={
+                        tier.label: HeldStatus(
+                            blocks=copies[tier], bytes=copies[tier] * state.slot_bytes(tier, pool)
+                        )
+                        for tier in Tier
+                    },
                 )
             )
         return found

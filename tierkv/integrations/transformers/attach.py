@@ -40,6 +40,7 @@ def attach(
     *,
     block_tokens: int = 16,
     salt: str = "",
+    tenant: str = "",
     patch_generate: bool = True,
     check: bool = True,
 ) -> Attached:
@@ -47,9 +48,10 @@ def attach(
 
     ``model.generate()`` then finds what any process has computed before, and stores what it
     computes, with no argument changed; ``patch_generate=False`` leaves it as it is, and caches are
-    passed by hand (see ``Attached.cache``). ``client`` defaults to ``tierkv.connect()``. ``salt``
-    separates tenants. ``check`` compares some logits with the plain model's, which takes the time
-    of two short forward passes.
+    passed by hand (see ``Attached.cache``). ``client`` defaults to ``tierkv.connect()``. ``tenant``
+    says whose blocks these are: models of different tenants share none, and operators see what
+    each has. ``salt`` separates alike, and is shown to nobody. ``check`` compares some logits with
+    the plain model's, which takes the time of two short forward passes.
 
     Raises InvalidArgument, with the reason, for a model that tierkv cannot serve, and Unavailable
     when no daemon serves.
@@ -60,7 +62,9 @@ def attach(
             client = connect(name="transformers", call_timeout_s=CALL_S, reconnect_s=AWAY_S)
             unless_attached.callback(client.close)
         attached = Attached(
-            model, client, block_tokens, salt, patch_generate=patch_generate, check=check
+            *(model, client, block_tokens, salt, tenant),
+            patch_generate=patch_generate,
+            check=check,
         )
         unless_attached.pop_all()
     return attached
@@ -78,6 +82,7 @@ class Attached:
         client: Client,
         block_tokens: int,
         salt: str,
+        tenant: str,
         *,
         patch_generate: bool,
         check: bool,
@@ -87,7 +92,7 @@ class Attached:
         self.model = model
         self.client = client
         self._block_tokens = block_tokens
-        self._salt = salt
+        self._salt, self._tenant = salt, tenant
         self._device = next(model.parameters()).device
         self._dropped: deque[Batch] = deque()
         self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
@@ -165,7 +170,8 @@ class Attached:
         # Marked before they are read: a change meanwhile is noticed next time.
         self._mark, self._probe = weights.mark(self.model), weights.probe(self.model)
         name = weights.fingerprint(self.model)
-        return spec_of(self.model, name, block_tokens=self._block_tokens, salt=self._salt)
+        separates = {"salt": self._salt, "tenant": self._tenant}
+        return spec_of(self.model, name, block_tokens=self._block_tokens, **separates)
 
     def _open_namespace(self) -> Namespace | None:
         if time.monotonic() < self._away_until:

@@ -33,7 +33,9 @@ def check_model(model: Any) -> None:
         raise InvalidArgument(f"{type(model).__name__} cannot be attached: {reason}")
 
 
-def spec_of(model: Any, fingerprint: str, *, block_tokens: int, salt: str) -> KVSpec:
+def spec_of(
+    model: Any, fingerprint: str, *, block_tokens: int, salt: str = "", tenant: str = ""
+) -> KVSpec:
     """The namespace of a model's blocks: its shape, its dtype and its very weights."""
     config = model.config
     return KVSpec(
@@ -47,6 +49,7 @@ def spec_of(model: Any, fingerprint: str, *, block_tokens: int, salt: str) -> KV
         fingerprint=fingerprint,
         vocab_size=config.vocab_size,
         salt=salt,
+        tenant=tenant,
     )
 
 

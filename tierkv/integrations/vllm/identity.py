@@ -131,6 +131,7 @@ def spec_of(
         tp_size=parallel.tensor_parallel_size,
         pp_rank=ranks[0],
         pp_size=parallel.pipeline_parallel_size,
+        tenant=settings.tenant,
     )
 
 

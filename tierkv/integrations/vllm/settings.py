@@ -16,14 +16,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Each field is set as ``tierkv.<field>``.
 
     ``socket``: the daemon's; empty: as ``tierkv.connect`` finds it. ``weights``: the file or folder
-    whose content tells these weights from others; empty: the model's own. ``lookup_timeout_s``: how
-    long the scheduler waits for the daemon; when it takes longer, it is taken for dead.
+    whose content tells these weights from others; empty: the model's own. ``tenant``: whose blocks
+    they are; engines of different tenants share none. ``lookup_timeout_s``: how long the scheduler
+    waits for the daemon; when it takes longer, it is taken for dead.
     ``transfer_timeout_s``: the same for loads and saves, which no step waits for. ``save``: whether
     this engine stores, or only reads. ``save_output``: whether generated tokens are stored, too.
     """
 
     socket: str = ""
     weights: str = ""
+    tenant: str = ""
     lookup_timeout_s: float = 0.25
     transfer_timeout_s: float = 5.0
     save: bool = True
