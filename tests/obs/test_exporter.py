@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -41,7 +42,13 @@ class Daemon:
         return self.current
 
     def exporter(self, **options: float) -> Exporter:
-        return Exporter(exposition=self.exposition, status=self.status, state=self.state, **options)
+        return Exporter(
+            exposition=self.exposition,
+            status=self.status,
+            history=lambda: {"hour": {}},
+            state=self.state,
+            **options,
+        )
 
 
 @pytest.fixture
@@ -88,6 +95,24 @@ async def test_pages_over_tcp_and_over_the_socket(exporter: Exporter, tmp_path: 
         code, header, body = await get(exporter, "/status.json?x=1", socket)
         assert "Content-Type: application/json\r\n" in header
         assert json.loads(body) == {"state": "serving"}
+        assert json.loads((await get(exporter, "/history.json", socket))[2]) == {"hour": {}}
+        assert (await get(exporter, "/", socket))[2].startswith(b"<!doctype html>")
+
+
+async def test_a_browser_may_bring_in_nothing_from_elsewhere(exporter: Exporter) -> None:
+    policies = {}
+    for path in ("/", "/status.json", "/metrics", "/nothing"):
+        _, header, _ = await get(exporter, path)
+        assert "X-Content-Type-Options: nosniff\r\n" in header
+        policies[path] = header.partition("Content-Security-Policy: ")[2].partition("\r\n")[0]
+    directives = dict(one.strip().split(" ", 1) for one in policies.pop("/").split(";"))
+    assert set(policies.values()) == {"default-src 'none'"}
+    assert directives["default-src"] == directives["form-action"] == "'none'"
+    assert directives["connect-src"] == "'self'"
+    for name in ("script-src", "style-src"):
+        assert re.fullmatch(r"'sha256-[\w+/]{43}='", directives[name])
+    page = (await get(exporter, "/"))[2].decode()
+    assert not re.findall(r"(?:src|href)=.(?!data:|status.json|history.json|metrics|readyz)", page)
 
 
 async def test_ready_only_while_serving(exporter: Exporter, daemon: Daemon) -> None:
@@ -113,7 +138,7 @@ async def test_head_has_no_body(exporter: Exporter) -> None:
 @pytest.mark.parametrize(
     ("request_bytes", "answer"),
     [
-        (b"GET /other HTTP/1.1\r\n\r\n", b"404 Not Found; try /metrics"),
+        (b"GET /other HTTP/1.1\r\n\r\n", b"404 Not Found; try /, /metrics"),
         (b"POST /metrics HTTP/1.1\r\n\r\n", b"405 Method Not Allowed"),
         (b"GET /metrics\r\n\r\n", b"400 Bad Request"),
         (b"\x16\x03\x01 hello SSH-2.0\r\n\r\n", b"400 Bad Request"),
@@ -153,6 +178,7 @@ async def test_a_client_that_reads_nothing_is_dropped(daemon: Daemon, tmp_path: 
     exporter = Exporter(
         exposition=exposition,
         status=daemon.status,
+        history=dict,
         state=daemon.state,
         request_timeout_s=0.05,
     )
@@ -183,7 +209,10 @@ async def test_a_page_larger_than_the_socket_s_buffer(daemon: Daemon, tmp_path: 
     unexpected: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unexpected.append(context))
     exporter = Exporter(
-        exposition=lambda accept: (page, "text/plain"), status=daemon.status, state=daemon.state
+        exposition=lambda accept: (page, "text/plain"),
+        status=daemon.status,
+        history=dict,
+        state=daemon.state,
     )
     await exporter.start(socket=str(tmp_path / "m.sock"))
     answer = await send(exporter, b"GET /metrics HTTP/1.1\r\n\r\n", tmp_path / "m.sock")

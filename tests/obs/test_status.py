@@ -12,10 +12,10 @@ def test_keys() -> None:
     namespace = NamespaceStatus(id=1, model="m", dtype="float32", block_tokens=16, block_bytes=4096)
     plain = to_plain(StatusDocument(version="1", state="serving", namespaces=[namespace]))
     assert list(plain) == [
-        "version", "state", "epoch", "pid", "uptime_s", "durability", "socket", "native",
-        "native_missing", "tiers", "memory", "blocks", "sequences", "leases", "fenced_blocks",
-        "connections", "in_flight", "behind_blocks", "workers", "namespaces", "prefix",
-        "evictions", "wal", "recovery",
+        "version", "state", "progress", "epoch", "pid", "uptime_s", "durability", "socket",
+        "native", "native_missing", "tiers", "memory", "blocks", "only_in_ram_blocks",
+        "sequences", "leases", "fenced_blocks", "connections", "in_flight", "behind_blocks",
+        "workers", "namespaces", "prefix", "evictions", "evicted", "wal", "recovery",
         "checkpoint", "loop", "config", "room", "problems",
     ]  # fmt: skip
     assert list(plain["tiers"]) == ["device", "host", "disk"]
@@ -27,9 +27,13 @@ def test_keys() -> None:
         "id", "model", "dtype", "block_tokens", "block_bytes", "tenant", "digest", "blocks",
         "tiers",
     ]  # fmt: skip
-    assert list(plain["prefix"]) == ["lookup_tokens", "hit_tokens", "hit_ratio"]
+    assert list(plain["prefix"]) == [
+        "lookup_tokens", "hit_tokens", "hit_ratio", "hit_tokens_by_tier",
+    ]  # fmt: skip
+    assert list(plain["progress"]) == ["what", "done", "total", "elapsed_s"]
     assert list(plain["wal"]) == [
-        "appended_lsn", "durable_lsn", "unsynced_bytes", "bytes", "segments",
+        "appended_lsn", "written_lsn", "durable_lsn", "unsynced_bytes",
+        "since_checkpoint_bytes", "bytes", "segments",
     ]  # fmt: skip
     assert list(plain["recovery"]) == [
         "duration_s", "records", "blocks", "dropped_blocks", "truncated_bytes", "rebuilt", "tiers",

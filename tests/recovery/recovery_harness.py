@@ -29,6 +29,7 @@ from tierkv.core.records import Kind, blank
 from tierkv.core.spec import KVSpec
 from tierkv.core.state import PoolShape, State
 from tierkv.service.process import start_time
+from tierkv.service.progress import tell_nobody
 from tierkv.service.recovered import Recovered
 from tierkv.service.recovery import recover, unverified_rows
 from tierkv.service.snapshot import index_changes
@@ -150,7 +151,7 @@ class Daemon:
         self.directory = StateDirectory.open(Path(config.server.state_dir))
         self.written: Picture | None = None
         try:
-            self.recovered: Recovered = recover(config, self.directory, lambda _what: None)
+            self.recovered: Recovered = recover(config, self.directory, tell_nobody)
         except BaseException:
             self.directory.close()
             raise

@@ -18,6 +18,7 @@ from tierkv.errors import TierFailed
 from tierkv.service.checkpoint import DIRTY_ROWS_MAX, Checkpointer
 from tierkv.service.journal import Journal
 from tierkv.service.machine import RealMachine
+from tierkv.service.progress import tell_nobody
 from tierkv.service.recovery import load
 from tierkv.service.site import Site
 
@@ -52,9 +53,7 @@ class Bench:
         daemon = self.daemon
         stored = daemon.directory.read_format()
         assert stored is not None
-        site = Site(
-            daemon.config, daemon.directory, stored, False, RealMachine(), lambda _what: None
-        )
+        site = Site(daemon.config, daemon.directory, stored, False, RealMachine(), tell_nobody)
         state = load(site, daemon.recovered.index).state
         return kept(picture(state))
 

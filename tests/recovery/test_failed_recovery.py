@@ -13,6 +13,7 @@ from recovery_harness import SIZE, Daemon, Machine, config_of
 
 from tierkv.errors import TierFull
 from tierkv.service.machine import RealMachine
+from tierkv.service.progress import tell_nobody
 from tierkv.service.recovery import recover
 from tierkv.service.store import StateDirectory
 from tierkv.tiers.index import Index, IndexChanges
@@ -63,7 +64,7 @@ def test_a_recovery_that_fails_at_its_checkpoint_leaves_nothing_behind(
         before = open_files()
         for _ in range(2):
             with pytest.raises(TierFull):
-                recover(config, directory, lambda _what: None, FullMachine())
+                recover(config, directory, tell_nobody, FullMachine())
             assert open_files() == before
             assert os.listdir(directory.quarantine) == []
     finally:

@@ -100,9 +100,9 @@ def test_status_json_is_what_the_command_prints(daemon: Daemon, ns, client) -> N
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert page.keys() == printed.keys()
-    # The command is a worker itself, for a moment.
-    assert (printed["connections"], printed["leases"]) == (1, 1)
-    assert (len(page["workers"]), len(printed["workers"])) == (0, 1)
+    # The command is connected, too, but holds nothing.
+    assert (printed["connections"], printed["leases"]) == (1, 0)
+    assert page["workers"] == printed["workers"] == []
     volatile = (
         "uptime_s",
         "connections",
@@ -156,6 +156,9 @@ def test_hit_ratio_and_hits_by_tier(daemon: Daemon, ns, client) -> None:
         "lookup_tokens": after[looked_up],
         "hit_tokens": total(after, hits),
         "hit_ratio": pytest.approx(ratio),
+        "hit_tokens_by_tier": {
+            tier: total(after, hits, tier=tier) for tier in ("device", "host", "disk")
+        },
     }
 
 

@@ -20,6 +20,7 @@ from tierkv.rpc import messages as m
 from tierkv.service.assembly import Parts, assemble
 from tierkv.service.lifecycle import DaemonState, Lifecycle
 from tierkv.service.operations import Operations
+from tierkv.service.progress import tell_nobody
 from tierkv.service.recovered import Recovered
 from tierkv.service.recovery import recover
 from tierkv.service.reload import Reloader
@@ -32,7 +33,7 @@ def open_store(config: schema.Config, machine: SimulatedMachine) -> Recovered:
     """Recover what is on the machine."""
     directory = StateDirectory(STATE_DIR, machine.storage)
     directory.make_folders()
-    return recover(config, directory, lambda _what: None, machine)
+    return recover(config, directory, tell_nobody, machine)
 
 
 class Wire:

@@ -12,6 +12,7 @@ from tests.simulation.machine import STATE_DIR, CrashKind, SimulatedMachine
 from tierkv.config import schema
 from tierkv.core.ids import I64, U8, U32, U64, Bool, Tier
 from tierkv.core.state import PoolShape
+from tierkv.service.progress import tell_nobody
 from tierkv.service.recovered import Recovered
 from tierkv.service.recovery import load
 from tierkv.service.site import Site
@@ -110,7 +111,7 @@ class Inspector:
                 ledger.violate(Violation.LOST, "the store has no FORMAT")
             return -1
         index = machine.open_index(directory.index, 0)
-        site = Site(self._config, directory, stored, False, machine, lambda _what: None)
+        site = Site(self._config, directory, stored, False, machine, tell_nobody)
         loaded = load(site, index)
         lsn = loaded.reader.end.lsn
         if lsn < expected.lsn:

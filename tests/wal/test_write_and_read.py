@@ -37,6 +37,21 @@ def test_append_returns_the_exact_lsn_while_the_frame_is_open(log, make_records)
     assert writer.bytes_written == 7 * 64
 
 
+@pytest.mark.parametrize("after_lsn", [0, 30])
+def test_how_many_records_are_to_be_read_is_known_at_the_first_frame(log, make_records, after_lsn):
+    writer = log.writer()
+    for _ in range(50):
+        writer.append(make_records(2))
+        writer.write()
+    reader = log.reader(after_lsn)
+    assert reader.records_at_most == 0
+    frames = reader.frames()
+    records = len(next(frames).records)
+    at_most = reader.records_at_most
+    records += sum(len(frame.records) for frame in frames)
+    assert records <= at_most <= writer.appended_lsn - after_lsn + 2 * SLOTS
+
+
 def test_frames_come_back_as_they_were_written(log, make_records):
     writer = log.writer()
     first, second, third = make_records(2), make_records(3), make_records(1)

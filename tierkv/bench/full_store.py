@@ -11,6 +11,7 @@ from tierkv.core.ids import I64, Tier
 from tierkv.core.records import Kind, Records, blank, join
 from tierkv.core.state import PoolShape
 from tierkv.service.checkpoint import FRAMES_MAX
+from tierkv.service.progress import tell_nobody
 from tierkv.service.recovery import recover
 from tierkv.service.snapshot import index_changes
 from tierkv.service.store import StateDirectory
@@ -41,7 +42,7 @@ def make_full(daemon: Daemon, blocks: int, records: int = 0) -> None:
     """
     config = load(None, this_environment(), daemon.settings).config
     directory = StateDirectory.open(daemon.state)
-    recovered = recover(config, directory, lambda _what: None)
+    recovered = recover(config, directory, tell_nobody)
     state, writer = recovered.state, recovered.writer
     state.apply(_opening())
     for first in range(0, blocks, BLOCKS_AT_ONCE):

@@ -22,10 +22,12 @@ The daemon serves these pages on `metrics.tcp` (`127.0.0.1:9464`) and on the Uni
 
 | page | content |
 | --- | --- |
+| `/` | a page for a person: the state, the tiers, the last hour and day, what went wrong |
 | `/metrics` | the metrics below, as Prometheus text or, if the client accepts it, OpenMetrics |
 | `/healthz` | 200 as long as the daemon answers |
 | `/readyz` | 200 when it serves, else 503; the text is its state |
 | `/status.json` | the document of `tierkv status --json` |
+| `/history.json` | what some of its counters were in the last hour and day |
 
 ```console
 $ curl --silent localhost:9464/metrics

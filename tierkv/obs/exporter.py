@@ -1,4 +1,4 @@
-"""A small HTTP server for /metrics, /healthz, /readyz and /status.json.
+"""A small HTTP server for a status page, /metrics, /healthz, /readyz and the pages' JSON.
 
 Enough of HTTP/1.1 for Prometheus, curl and probes: GET and HEAD, one request per connection, no
 body. It listens on loopback TCP, on a Unix socket, or on both.
@@ -19,6 +19,7 @@ import msgspec
 
 from tierkv.config.check import parse_address
 from tierkv.errors import ConfigError
+from tierkv.obs.page import load_status_page
 from tierkv.obs.status import SERVING
 
 HEADER_BYTES_MAX = 8192
@@ -27,6 +28,7 @@ CONNECTIONS_MAX = 64
 SOCKET_MODE = 0o660
 
 _TEXT = "text/plain; charset=utf-8"
+_HTML = "text/html; charset=utf-8"
 _log = logging.getLogger(__name__)
 
 
@@ -34,13 +36,15 @@ class _Page(NamedTuple):
     status: HTTPStatus
     content_type: str
     body: bytes
+    policy: str = "default-src 'none'"
+    """Content-Security-Policy: what of other origins a browser may bring in."""
 
 
 class Exporter:
-    """Serves what three callables tell, each called on the event loop at every request.
+    """Serves what four callables tell, each called on the event loop at every request.
 
     ``exposition(accept)`` returns the metrics page and its content type, ``status()`` the status
-    document, ``state()`` one word of ``obs.status.STATES``.
+    document, ``history()`` that of ``obs.history``, ``state()`` one word of ``obs.status.STATES``.
     """
 
     def __init__(
@@ -48,11 +52,14 @@ class Exporter:
         *,
         exposition: Callable[[str], tuple[bytes, str]],
         status: Callable[[], dict[str, Any]],
+        history: Callable[[], dict[str, Any]],
         state: Callable[[], str],
         request_timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
         self._exposition = exposition
         self._status = status
+        self._history = history
+        self._status_page = load_status_page()
         self._state = state
         self._request_timeout_s = request_timeout_s
         self._servers: list[asyncio.Server] = []
@@ -159,6 +166,8 @@ class Exporter:
         return _encode(page, with_body=method == "GET")
 
     def _page(self, path: str, accept: str) -> _Page:
+        if path == "/":
+            return _Page(HTTPStatus.OK, _HTML, self._status_page.body, self._status_page.policy)
         if path == "/metrics":
             body, content_type = self._exposition(accept)
             return _Page(HTTPStatus.OK, content_type, body)
@@ -169,8 +178,14 @@ class Exporter:
             ready = HTTPStatus.OK if state == SERVING else HTTPStatus.SERVICE_UNAVAILABLE
             return _Page(ready, _TEXT, f"{state}\n".encode())
         if path == "/status.json":
-            return _Page(HTTPStatus.OK, "application/json", msgspec.json.encode(self._status()))
-        return _error(HTTPStatus.NOT_FOUND, "try /metrics, /healthz, /readyz or /status.json")
+            return _json(self._status())
+        if path == "/history.json":
+            return _json(self._history())
+        return _error(HTTPStatus.NOT_FOUND, "try /, /metrics, /healthz, /readyz or /status.json")
+
+
+def _json(document: dict[str, Any]) -> _Page:
+    return _Page(HTTPStatus.OK, "application/json", msgspec.json.encode(document))
 
 
 def _error(status: HTTPStatus, advice: str = "") -> _Page:
@@ -184,6 +199,9 @@ def _encode(page: _Page, *, with_body: bool = True) -> bytes:
         f"Content-Type: {page.content_type}\r\n"
         f"Content-Length: {len(page.body)}\r\n"
         "Cache-Control: no-store\r\n"
+        f"Content-Security-Policy: {page.policy}\r\n"
+        "X-Content-Type-Options: nosniff\r\n"
+        "Referrer-Policy: no-referrer\r\n"
         "Connection: close\r\n\r\n"
     )
     return head.encode("latin-1") + (page.body if with_body else b"")

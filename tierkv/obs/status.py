@@ -22,6 +22,18 @@ PROBLEMS_MAX = 32
 """Kinds of problems that the document remembers."""
 
 
+class ProgressStatus(msgspec.Struct, kw_only=True):
+    """The step that the daemon is at while it does not serve yet: ``done`` of ``total``.
+
+    ``total`` is 0 where nobody knows how much there is. ``elapsed_s``: time in this step.
+    """
+
+    what: str = ""
+    done: int = 0
+    total: int = 0
+    elapsed_s: float = 0.0
+
+
 class TierStatus(msgspec.Struct, kw_only=True):
     """One tier. ``free_ratio``: share of the capacity that holds no block (0 to 1).
 
@@ -89,22 +101,38 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
 
 
 class PrefixStatus(msgspec.Struct, kw_only=True):
-    """Tokens looked up and found since the start; the ratio is over the latest tokens only."""
+    """Tokens looked up and found since the start; the ratio is over the latest tokens only.
+
+    ``hit_tokens_by_tier``: the tokens found, by the fastest tier that had them.
+    """
 
     lookup_tokens: int = 0
     hit_tokens: int = 0
     hit_ratio: float = 0.0
+    hit_tokens_by_tier: dict[str, int] = {}
+
+
+class EvictionStatus(msgspec.Struct, kw_only=True):
+    """Blocks that left a tier since the start, by where a copy was left, and why."""
+
+    from_tier: str
+    to_tier: str
+    reason: str
+    blocks: int
 
 
 class WalStatus(msgspec.Struct, kw_only=True):
-    """The log: last record written and last one that survives power loss.
+    """The log: the last record, and the last ones that survive the daemon's and the machine's end.
 
-    ``unsynced_bytes`` lie between the two: only the kernel has them.
+    ``unsynced_bytes`` would not survive power loss; ``since_checkpoint_bytes`` would be replayed
+    after a crash.
     """
 
     appended_lsn: int = 0
+    written_lsn: int = 0
     durable_lsn: int = 0
     unsynced_bytes: int = 0
+    since_checkpoint_bytes: int = 0
     bytes: int = 0
     segments: int = 0
 
@@ -200,7 +228,10 @@ def _no_tiers() -> dict[str, TierStatus]:
 class StatusDocument(msgspec.Struct, kw_only=True):
     """All that the daemon tells about itself at one moment.
 
-    ``evictions`` counts blocks by way, "device>host" or "disk>none", since the start.
+    ``progress`` says how far the start is, until the daemon serves.
+    ``evictions`` counts blocks by way, "device>host" or "disk>none", since the start;
+    ``evicted`` tells the reasons, too.
+    ``only_in_ram_blocks`` have no copy on disk, those that are being filled among them.
     ``native``: hot loops run in C; ``native_missing`` says why if they do not.
     ``fenced_blocks`` are kept from use because a worker whose lease is over may still write there.
     ``in_flight``: requests that wait for their answer; ``behind_blocks``: sealed blocks that wait
@@ -209,6 +240,7 @@ class StatusDocument(msgspec.Struct, kw_only=True):
 
     version: str
     state: str
+    progress: ProgressStatus = msgspec.field(default_factory=ProgressStatus)
     epoch: int = 0
     pid: int = 0
     uptime_s: float = 0.0
@@ -219,6 +251,7 @@ class StatusDocument(msgspec.Struct, kw_only=True):
     tiers: dict[str, TierStatus] = msgspec.field(default_factory=_no_tiers)
     memory: dict[str, MemoryStatus] = {}
     blocks: int = 0
+    only_in_ram_blocks: int = 0
     sequences: int = 0
     leases: int = 0
     fenced_blocks: int = 0
@@ -229,6 +262,7 @@ class StatusDocument(msgspec.Struct, kw_only=True):
     namespaces: list[NamespaceStatus] = []
     prefix: PrefixStatus = msgspec.field(default_factory=PrefixStatus)
     evictions: dict[str, int] = {}
+    evicted: list[EvictionStatus] = []
     wal: WalStatus = msgspec.field(default_factory=WalStatus)
     recovery: RecoveryStatus = msgspec.field(default_factory=RecoveryStatus)
     checkpoint: CheckpointStatus = msgspec.field(default_factory=CheckpointStatus)

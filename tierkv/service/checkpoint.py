@@ -68,12 +68,17 @@ class Checkpointer:
         """Seconds since the last checkpoint."""
         return time.monotonic() - self._clock_at_last
 
+    @property
+    def bytes_since(self) -> int:
+        """Bytes of the log behind the last checkpoint."""
+        return self._writer.bytes_written - self._bytes_at_last
+
     def due(self, checkpoint_bytes: int, checkpoint_s: float) -> bool:
         """Whether enough has gathered since the last one."""
         if self._writer.appended_lsn == self.last_lsn:
             return False
         return (
-            self._writer.bytes_written - self._bytes_at_last >= checkpoint_bytes
+            self.bytes_since >= checkpoint_bytes
             or self.age_s >= checkpoint_s
             or self._state.changed_rows >= DIRTY_ROWS_MAX
             or self._writer.frames_written - self._frames_at_last >= FRAMES_MAX

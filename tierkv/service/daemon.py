@@ -25,6 +25,7 @@ from tierkv.core.placement import Placement
 from tierkv.errors import ConfigError, NotReady, TierFailed, TierFull, TierkvError
 from tierkv.gpu import Gpu, GpuFailed
 from tierkv.obs.exporter import Exporter
+from tierkv.obs.history import History
 from tierkv.obs.log import setup as log_setup
 from tierkv.obs.metrics import Metrics
 from tierkv.obs.problems import Problems
@@ -40,6 +41,7 @@ from tierkv.service.last_status import write_last_status
 from tierkv.service.lifecycle import DaemonState, Lifecycle
 from tierkv.service.machine import Machine, RealMachine
 from tierkv.service.operations import Operations
+from tierkv.service.progress import Progress
 from tierkv.service.recovered import Recovered
 from tierkv.service.recovery import recover
 from tierkv.service.reload import Reloader
@@ -119,6 +121,8 @@ class _Daemon:
         self._exit_code = EXIT_OK
         self._started = time.monotonic()
         self._next_progress_s = 0.0
+        self._progress = Progress()
+        self._history = History()
         self._reader: StatusReader | None = None
         self._metrics = Metrics(self._document, self._counters)
         self._problems = Problems()
@@ -154,6 +158,7 @@ class _Daemon:
         exporter = Exporter(
             exposition=self._metrics.exposition,
             status=lambda: to_plain(self._document()),
+            history=self._history.plain,
             state=lambda: self._lifecycle.state.value,
         )
         try:
@@ -172,7 +177,7 @@ class _Daemon:
     def _recover(self, directory: StateDirectory, machine: Machine, ballast: Ballast) -> Recovered:
         try:
             recovered = ballast.backing(
-                lambda: recover(self._config, directory, self._progress, machine)
+                lambda: recover(self._config, directory, self._tell_progress, machine)
             )
         except OSError as error:
             raise TierFailed(
@@ -239,6 +244,7 @@ class _Daemon:
                 parts.pinning.run(),
                 self._tick(recovered.writer, ballast, parts.checkpointer, parts.planner.placement),
                 watch_loop(self._metrics.loop_turn, self._metrics.loop_delay),
+                self._history.record(self._document),
             )
         operations.stop()
         if self._lifecycle.state is not DaemonState.DRAINING:
@@ -362,6 +368,11 @@ class _Daemon:
                 version=__version__,
                 state=self._lifecycle.state.value,
                 problems=self._problems.latest(),
+                progress=self._progress.status(),
+                pid=os.getpid(),
+                uptime_s=time.monotonic() - self._started,
+                durability=self._config.wal.durability,
+                socket=self._config.server.socket,
             )
         self._read_counters(self._reader)
         document = self._reader.document()
@@ -393,11 +404,13 @@ class _Daemon:
         if reader.parts.disk is not None:
             self._counters.disk_read_errors = reader.parts.disk.read_errors
 
-    def _progress(self, what: str) -> None:
+    def _tell_progress(self, what: str, done: int, total: int) -> None:
+        """See progress.Tell; on the thread of the recovery."""
+        self._progress.tell(what, done, total)
         now_s = time.monotonic()
         if now_s >= self._next_progress_s:
             self._next_progress_s = now_s + PROGRESS_S
-            self._notifier.send(f"STATUS=recovering: {what}")
+            self._notifier.send(f"STATUS=recovering: {self._progress}")
 
     def _announce(self, recovered: Recovered, metrics_port: int) -> None:
         report = recovered.report

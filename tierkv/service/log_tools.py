@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from tierkv.config.schema import Config
 from tierkv.core.records import RECORD, Kind, require_known
 from tierkv.errors import ConfigError, CorruptionError
 from tierkv.service.machine import RealMachine
+from tierkv.service.progress import Tell, tell_nobody
 from tierkv.service.recovery import read_checkpoint, recover, require_new
 from tierkv.service.site import Site, refusing_newer_logs
 from tierkv.service.store import StateDirectory, StoreFormat
@@ -147,7 +148,7 @@ class StoppedLog:
     """
 
     def __init__(self, config: Config, directory: StateDirectory, stored: StoreFormat) -> None:
-        self._site = Site(config, directory, stored, False, RealMachine(), lambda _what: None)
+        self._site = Site(config, directory, stored, False, RealMachine(), tell_nobody)
         self._directory = directory
         self.index_fault = ""
         self.checkpoint_lsn: int | None = None
@@ -254,7 +255,7 @@ class StoppedLog:
             quarantine=str(self._directory.quarantine),
         )
 
-    def repair(self, progress: Callable[[str], None] = lambda _what: None) -> Repaired:
+    def repair(self, progress: Tell = tell_nobody) -> Repaired:
         """Recover the store as the next start of a daemon would, and stop there.
 
         What was read before the damage becomes the checkpoint, old segments move to quarantine, a

@@ -17,9 +17,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
-from tierkv_wal import EndKind, Frame, WalError, WalReader, WalVersion
+from tierkv_wal import EndKind, WalError, WalReader, WalVersion
 
 from tierkv.config.schema import Config
 from tierkv.core.ids import I64, RAM_TIERS, U8, Tier
@@ -30,6 +31,7 @@ from tierkv.core.state import State
 from tierkv.errors import CorruptionError, InvariantViolation
 from tierkv.native.loops import loops
 from tierkv.service.machine import CheckpointIndex, Machine, RealMachine
+from tierkv.service.progress import Tell
 from tierkv.service.rebuild import FoundCopies, LastWords, read_arena, read_disk, rebuild
 from tierkv.service.recovered import Recovered, RecoveryReport
 from tierkv.service.site import Site, budgets_of, open_site, refusing_newer_logs
@@ -55,7 +57,7 @@ failed. Bounds the memory that takes, a few hundred MiB."""
 def recover(
     config: Config,
     directory: StateDirectory,
-    progress: Callable[[str], None],
+    progress: Tell,
     machine: Machine | None = None,
     check_disk: CheckCopies | None = None,
 ) -> Recovered:
@@ -106,7 +108,7 @@ def load(site: Site, index: CheckpointIndex) -> Loaded:
     Raises CorruptionError, InvariantViolation, WalError if they are lost, or contradict themselves
     or each other, OSError if something cannot be read.
     """
-    site.progress("reading the index")
+    site.progress("reading the index", 0, 0)
     contents = read_checkpoint(site, index)
     budgets = budgets_of(site.config)
     old = {tier: int(contents.meta.get(f"{tier.label}_bytes", budgets[tier])) for tier in Tier}
@@ -114,7 +116,7 @@ def load(site: Site, index: CheckpointIndex) -> Loaded:
     state = State(kept, slot_bytes, loops().structures())
     specs = restore(state, contents, _sound(site, index.blocks()))
     reader = site.open_log(int(contents.meta.get("checkpoint_lsn", 0)))
-    records = _replay(state, reader.frames(), site.progress)
+    records = _replay(state, reader, site.progress)
     if reader.begins_late:
         raise CorruptionError(
             f"the index {site.directory.index} is older than the log behind it",
@@ -157,18 +159,18 @@ def _damaged(site: Site, bad: int) -> CorruptionError:
     )
 
 
-def _replay(state: State, frames: Iterable[Frame], progress: Callable[[str], None]) -> int:
-    """Replay the frames, many at a time; returns the number of records. Mutates the state."""
+def _replay(state: State, reader: WalReader, progress: Tell) -> int:
+    """Replay the log, many frames at a time; returns the number of records. Mutates the state."""
     done = waiting = 0
     parts: list[U8] = []
-    for frame in frames:
+    for frame in reader.frames():
         parts.append(frame.records)
         waiting += len(frame.records)
         if waiting >= RECORDS_AT_ONCE:
             replay(state, np.concatenate(parts).view(RECORD).reshape(-1))
             done, waiting = done + waiting, 0
             parts.clear()
-            progress(f"replaying the log, {done} records")
+            progress("replaying the log", done, reader.records_at_most)
     if parts:
         replay(state, np.concatenate(parts).view(RECORD).reshape(-1))
     return done + waiting
@@ -221,9 +223,7 @@ def rescue(site: Site, index: CheckpointIndex) -> Loaded:
     disk = site.open_disk()
     if disk is not None:
         with contextlib.closing(disk):
-            read_disk(
-                found, disk, lambda at, of: site.progress(f"reading slot headers, {at} of {of}")
-            )
+            read_disk(found, disk, partial(site.progress, "reading slot headers"))
     rebuilt = rebuild(found.all(), found.shapes, words)
     state = State(budgets, slot_bytes, loops().structures())
     for records in rebuilt.records:
@@ -301,7 +301,7 @@ def _go_on(
         check_invariants(state, state.dirty_rows())
     report.blocks = state.row_set.used_count
     report.dropped_blocks = before - report.blocks
-    site.progress("writing the checkpoint")
+    site.progress("writing the checkpoint", 0, 0)
     state.epoch = max(state.epoch, reader.epoch) + 1
     # Ids of lost records may lie in slots: no later block may be taken for such a one.
     state.next_block = max(state.next_block, state.epoch * BLOCK_IDS_PER_EPOCH)

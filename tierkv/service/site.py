@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -17,6 +17,7 @@ from tierkv.core.ids import Tier
 from tierkv.core.state import PoolShape
 from tierkv.errors import ConfigError
 from tierkv.service.machine import CheckpointIndex, Machine
+from tierkv.service.progress import Tell
 from tierkv.service.store import StateDirectory, StoreFormat, new_store
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.disk import DiskTier
@@ -38,7 +39,7 @@ class Site:
     stored: StoreFormat
     is_new: bool
     machine: Machine
-    progress: Callable[[str], None]
+    progress: Tell
 
     @property
     def has_index(self) -> bool:
@@ -112,7 +113,7 @@ def refusing_newer_logs() -> Iterator[None]:
 def open_site(
     config: Config,
     directory: StateDirectory,
-    progress: Callable[[str], None],
+    progress: Tell,
     machine: Machine,
 ) -> Site:
     """Read or make the store's FORMAT. Raises CorruptionError, ConfigError, OSError."""

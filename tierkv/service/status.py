@@ -13,11 +13,13 @@ from tierkv_wal import SLOT_BYTES, WalWriter
 from tierkv import __version__
 from tierkv.config.schema import Config
 from tierkv.core.arrays import distinct
+from tierkv.core.counters import Counters
 from tierkv.core.ids import Tier
 from tierkv.core.state import State
 from tierkv.native.loops import loops
 from tierkv.obs.status import (
     CheckpointStatus,
+    EvictionStatus,
     HeldStatus,
     MemoryStatus,
     NamespaceStatus,
@@ -71,6 +73,7 @@ class StatusReader:
             tiers={tier.label: self._tier(tier) for tier in Tier},
             memory={tier.label: self._memory(tier) for tier in self.parts.arenas},
             blocks=state.row_set.used_count,
+            only_in_ram_blocks=state.row_set.used_count - state.copies(Tier.DISK),
             sequences=sum(not one.fenced for one in state.sequences.values()),
             leases=len(state.leases),
             fenced_blocks=_fenced_blocks(state),
@@ -83,12 +86,16 @@ class StatusReader:
                 lookup_tokens=counters.lookup_tokens,
                 hit_tokens=sum(counters.hit_tokens.values()),
                 hit_ratio=counters.hit_window.ratio,
+                hit_tokens_by_tier=dict(counters.hit_tokens),
             ),
             evictions=counters.evictions_status(),
+            evicted=_evicted(counters),
             wal=WalStatus(
                 appended_lsn=self.writer.appended_lsn,
+                written_lsn=self.writer.written_lsn,
                 durable_lsn=self.writer.durable_lsn,
                 unsynced_bytes=SLOT_BYTES * (self.writer.appended_lsn - self.writer.durable_lsn),
+                since_checkpoint_bytes=self.parts.checkpointer.bytes_since,
                 bytes=self.writer.bytes_written,
                 segments=self.writer.segment_count,
             ),
@@ -152,6 +159,13 @@ class StatusReader:
                 )
             )
         return found
+
+
+def _evicted(counters: Counters) -> list[EvictionStatus]:
+    return [
+        EvictionStatus(from_tier=from_tier, to_tier=to_tier, reason=reason, blocks=blocks)
+        for (from_tier, to_tier, reason), blocks in sorted(counters.evictions.items())
+    ]
 
 
 def _fenced_blocks(state: State) -> int:

@@ -18,6 +18,7 @@ from tierkv.core.spec import slot_stride
 from tierkv.core.state import State
 from tierkv.errors import CorruptionError, InvariantViolation
 from tierkv.service.machine import Machine, RealMachine
+from tierkv.service.progress import Tell, tell_nobody
 from tierkv.service.recovery import load, recover, require_new
 from tierkv.service.site import Site, refusing_newer_logs
 from tierkv.service.store import StateDirectory
@@ -27,9 +28,6 @@ from tierkv.tiers.disk import DiskTier
 from tierkv.units import MiB
 
 BATCH = 64
-
-Progress = Callable[[str, int, int], None]
-"""``progress(what, done, all)``; ``all`` is 0 where nobody knows how much there is."""
 
 
 @dataclass
@@ -54,7 +52,7 @@ def verify(
     *,
     deep: bool,
     repair: bool = False,
-    progress: Progress = lambda _what, _done, _all: None,
+    progress: Tell = tell_nobody,
 ) -> VerifyReport:
     """Check the store of a configuration; changes nothing in it unless told to ``repair``.
 
@@ -87,7 +85,7 @@ def _report_of(
     work: Callable[[Config, StateDirectory, VerifyReport, SlotChecker, Machine], None],
     config: Config,
     directory: StateDirectory,
-    progress: Progress,
+    progress: Tell,
     deep: bool,
 ) -> VerifyReport:
     report = VerifyReport()
@@ -157,15 +155,11 @@ def _repair(
 class SlotChecker:
     """Looks at copies on disk, and counts them in a report. ``deep``: at their payload as well."""
 
-    def __init__(self, report: VerifyReport, progress: Progress, *, deep: bool) -> None:
+    def __init__(self, report: VerifyReport, progress: Tell, *, deep: bool) -> None:
         self._report = report
-        self._progress = progress
+        self.tell = progress
         self._deep = deep
         self._all = 0
-
-    def tell(self, what: str) -> None:
-        """Pass on what else goes on."""
-        self._progress(what, 0, 0)
 
     def check(self, state: State, disk: DiskTier, pool: int, rows: I64) -> Bool:
         """Which of the rows' copies on disk are what the state says, shape [n]."""
@@ -204,5 +198,5 @@ class SlotChecker:
             report.findings.append(
                 f"block {block} on disk is damaged: slot {slot}, byte {offset} of {segment}"
             )
-        self._progress("checking slots on disk", report.slots_checked, self._all)
+        self.tell("checking slots on disk", report.slots_checked, self._all)
         return good

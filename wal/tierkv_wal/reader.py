@@ -112,6 +112,14 @@ class WalReader:
         return max((header.epoch for header in self._headers()), default=0)
 
     @property
+    def records_at_most(self) -> int:
+        """``frames()`` yields no more records than these; 0 before it has begun."""
+        last = self._segments[-1] if self._segments else None
+        if last is None or last.header is None:
+            return 0
+        return last.header.first_lsn + last.file_bytes // SLOT_BYTES - (self._after_lsn or 0)
+
+    @property
     def begins_late(self) -> bool:
         """Whether what was asked for is older than the log: its checkpoint is not the last one."""
         if self._end is None:
