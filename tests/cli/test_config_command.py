@@ -37,6 +37,26 @@ def test_default_prints_the_example_file(tierkv: Run) -> None:
     assert tierkv("config", "default") == (0, docs.default_toml(), "")
 
 
+def test_defaults_as_json(tierkv: Run) -> None:
+    document = json.loads(tierkv("config", "default", "--json")[1])
+    assert list(document) == list(settings())
+    assert document["wal.durability"]["default"] == "kill"
+    assert document["device.bytes"]["default"] == "auto"
+    assert {tuple(one) for one in document.values()} == {("default", "live", "description")}
+
+
+def test_check_as_json(tierkv: Run) -> None:
+    Path("bad.toml").write_text("[attend]\nthread = 2\n")
+    code, out, _ = tierkv("config", "check", "--json")
+    assert (code, json.loads(out)) == (0, {"fine": True, "problem": ""})
+    code, out, err = tierkv("config", "check", "--json", "--config", "bad.toml")
+    assert (code, err) == (78, "")
+    assert json.loads(out) == {
+        "fine": False,
+        "problem": "attend.thread: unknown key (bad.toml:2); did you mean attend.threads?",
+    }
+
+
 def test_check(tierkv: Run) -> None:
     Path("good.toml").write_text("[attend]\nthreads = 2\n")
     Path("bad.toml").write_text("[attend]\nthread = 2\n")

@@ -1,4 +1,4 @@
-"""``tierkv status`` against a stand-in client, and how tables are printed."""
+"""``tierkv status`` of a daemon that a stand-in answers for, and how tables are printed."""
 
 from __future__ import annotations
 
@@ -6,28 +6,34 @@ import asyncio
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tierkv.cli import render
-from tierkv.cli import status as status_module
-from tierkv.errors import NotReady, Unavailable
+from tierkv.cli import ask as ask_module
+from tierkv.cli import render, report
+from tierkv.errors import NotReady, TierkvError, Unavailable
 from tierkv.obs.status import (
     CheckpointStatus,
+    EvictionStatus,
+    HeldStatus,
     MemoryStatus,
     NamespaceStatus,
     PrefixStatus,
+    ProblemStatus,
+    ProgressStatus,
     RecoveryStatus,
+    RoomStatus,
     StatusDocument,
     TierStatus,
+    WalStatus,
     WorkerStatus,
     to_plain,
 )
+from tierkv.rpc.messages import Request, Stat, Status
 from tierkv.service.last_status import write_last_status
 
 Run = Callable[..., tuple[int, str, str]]
@@ -41,12 +47,22 @@ DOCUMENT = StatusDocument(
     native_missing="there was no compiler",
     blocks=1234,
     namespaces=[
-        NamespaceStatus(id=1, model="m", dtype="bfloat16", block_tokens=16, block_bytes=2 << 20)
+        NamespaceStatus(
+            id=1,
+            model="m",
+            dtype="bfloat16",
+            block_tokens=16,
+            block_bytes=2 << 20,
+            tenant="search",
+            blocks=1000,
+            tiers={"device": HeldStatus(blocks=256, bytes=1 << 29)},
+        )
     ],
     tiers={
         "device": TierStatus(
             capacity_bytes=1 << 30, used_bytes=1 << 29, blocks=1000, free_ratio=0.5
-        )
+        ),
+        "disk": TierStatus(capacity_bytes=1 << 40, blocks=1194, state="failed", io="threads"),
     },
     memory={
         "device": MemoryStatus(
@@ -54,7 +70,7 @@ DOCUMENT = StatusDocument(
             prefault="running",
             missing_bytes=256 << 20,
             huge_bytes=512 << 20,
-            numa="interleave 0,1",
+            numa="node 0",
         ),
         "host": MemoryStatus(memory_bytes=1 << 20, prefault="done"),
     },
@@ -66,37 +82,107 @@ DOCUMENT = StatusDocument(
         WorkerStatus(lease=2, pid=99),
     ],
     prefix=PrefixStatus(lookup_tokens=2000, hit_tokens=1500, hit_ratio=0.75),
-    evictions={"device>host": 12},
+    evicted=[
+        EvictionStatus(from_tier="device", to_tier="host", reason="capacity", blocks=9),
+        EvictionStatus(from_tier="disk", to_tier="none", reason="capacity", blocks=12),
+    ],
+    only_in_ram_blocks=40,
+    behind_blocks=7,
+    wal=WalStatus(
+        appended_lsn=90,
+        written_lsn=90,
+        durable_lsn=80,
+        since_checkpoint_bytes=4096,
+        bytes=8192,
+        segments=1,
+    ),
+    room={"state": RoomStatus(path="/s", free_bytes=1 << 30, capacity_bytes=1 << 31)},
+    problems=[
+        ProblemStatus(
+            time_s=1.8e9,
+            level="warning",
+            logger="x",
+            message="the disk is slow",
+            fields={"tier": "disk"},
+            count=3,
+        )
+    ],
     recovery=RecoveryStatus(adopted_bytes={"device": 3 << 20, "host": 0}),
     checkpoint=CheckpointStatus(lsn=77, age_s=3.5),
 )
 
 
+EXPECTED = """\
+tierkv 1.2.3 is serving, up 2 min 05 s (pid 99, epoch 4)
+
+How full is each tier?
+tier    capacity     used  free  blocks  evictable  state
+device  1.00 GiB  512 MiB   50%   1,000          0  ok
+disk    1.00 TiB      0 B  100%   1,194          0  out of service
+
+Why were blocks evicted?
+from    a copy is left in  reason    blocks
+disk    none               capacity      12
+device  host               capacity       9
+
+Who uses most?
+namespace  tenant  model  dtype        block  blocks   device  disk
+        1  search  m      bfloat16  2.00 MiB   1,000  512 MiB     -
+
+Who is connected?
+lease   pid  worker    sequences
+    1  4711  engine-0      1,003
+    2    99  -                 0
+
+Is the data safe?
+what         now
+durability   kill: all that was acknowledged survives the daemon's death
+log lag      all written; all but 10 records on the drive
+checkpoint   3.50 s ago, 4.00 KiB of log since
+disk copies  40 blocks have none, 7 of them wait to be written
+log          8.00 KiB written, 1 segments
+recovery     0 blocks kept, 0 lost, 0 records in 0.00 us
+room         1.00 GiB free for state in /s
+
+What went wrong last?
+ago         level    times  what
+1 h 01 min  warning      3  the disk is slow tier=disk
+
+Does it pay, and does it run well?
+what         now
+prefix hits  75% of the latest tokens
+since start  1,500 of 2,000 tokens
+found in     none yet
+blocks       1,234
+workers      2 connected, 2 leases, 1,003 sequences, 0 requests wait
+disk reads   threads
+event loop   99.9% of turns within 0.00 us, the longest 0.00 us
+memory       device 768 MiB (512 MiB in huge pages), 256 MiB to be taken, node 0, host 1.00 MiB
+memory kept  device 3.00 MiB
+native       no: there was no compiler
+"""
+
+
 class Daemon:
-    """What the stand-in client finds, and the sockets it was asked to connect to."""
+    """Answers in the place of a daemon, and notes where it was asked."""
 
     def __init__(self) -> None:
         self.answer: dict[str, Any] | Exception = to_plain(DOCUMENT)
         self.sockets: list[str] = []
 
-    @contextmanager
-    def connect(self, socket: str, *, timeout_s: float) -> Iterator[Daemon]:
+    def ask(self, path: str, request: Request, timeout_s: float) -> Status:
+        assert isinstance(request, Stat)
         assert 0 < timeout_s < 10
-        self.sockets.append(socket)
-        yield self
-
-    def stat(self) -> dict[str, Any]:
+        self.sockets.append(path)
         if isinstance(self.answer, Exception):
             raise self.answer
-        return self.answer
+        return Status(self.answer)
 
 
 @pytest.fixture
 def daemon(monkeypatch: pytest.MonkeyPatch) -> Daemon:
     daemon = Daemon()
-    client = ModuleType("tierkv.client.sync")
-    client.connect = daemon.connect  # type: ignore[attr-defined]  # a module made for this test
-    monkeypatch.setitem(sys.modules, "tierkv.client.sync", client)
+    monkeypatch.setattr(ask_module, "ask", daemon.ask)
     return daemon
 
 
@@ -107,62 +193,57 @@ def test_json_is_the_daemons_document(tierkv: Run, daemon: Daemon) -> None:
     assert daemon.sockets == ["/s.sock"]
 
 
-def test_tables_for_people(tierkv: Run, daemon: Daemon) -> None:
+def test_the_questions_of_a_newcomer_are_answered(tierkv: Run, daemon: Daemon) -> None:
+    assert isinstance(daemon.answer, dict)
+    daemon.answer["problems"][0]["time_s"] = time.time() - 3700
     code, out, _ = tierkv("status", "--socket", "/s.sock")
     assert code == 0
-    assert out == (
-        "tierkv 1.2.3 is serving, up 2 min 05 s (pid 99, epoch 4, durability kill)\n"
-        "\n"
-        "tier    capacity     used  free  blocks  evictable  state\n"
-        "device  1.00 GiB  512 MiB   50%   1,000          0  ok\n"
-        "\n"
-        "namespace  model  dtype     block tokens  block size\n"
-        "        1  m      bfloat16            16    2.00 MiB\n"
-        "\n"
-        "lease   pid  worker    sequences\n"
-        "    1  4711  engine-0      1,003\n"
-        "    2    99                    0\n"
-        "\n"
-        "what         now\n"
-        "prefix hits  75% of the latest tokens\n"
-        "since start  1,500 of 2,000 tokens\n"
-        "blocks       1,234\n"
-        "workers      2 connected, 2 leases, 1,003 sequences\n"
-        "evictions    device>host 12\n"
-        "disk reads   no disk tier\n"
-        "log          0 B in 0 segments, lsn 0 written, 0 durable\n"
-        "checkpoint   3.50 s ago at lsn 77\n"
-        "event loop   99.9% of turns within 0.00 us, the longest 0.00 us\n"
-        "recovery     0 blocks kept, 0 lost, 0 records in 0.00 us\n"
-        "memory       device 768 MiB (512 MiB in huge pages), 256 MiB to be taken, interleave 0,1, "
-        "host 1.00 MiB\n"
-        "memory kept  device 3.00 MiB\n"
-        "native       no: there was no compiler\n"
-    )
+    assert out == EXPECTED
 
 
 def test_a_daemon_that_does_not_serve_is_75(tierkv: Run, daemon: Daemon) -> None:
-    daemon.answer = to_plain(StatusDocument(version="1", state="recovering"))
+    daemon.answer = to_plain(
+        StatusDocument(
+            version="1",
+            state="recovering",
+            progress=ProgressStatus(
+                what="reading slot headers", done=250, total=1000, elapsed_s=2.0
+            ),
+        )
+    )
     code, out, _ = tierkv("status", "--socket", "/s.sock")
     assert code == 75
-    assert "is recovering" in out
-    assert "none yet" in out
+    assert out == (
+        "tierkv 1 is recovering, up 0.00 us (pid 0, epoch 0)\n"
+        "reading slot headers, 250 of 1,000 (25%), about 6.00 s left\n"
+        "\n"
+        "What went wrong last?\n"
+        "Nothing since the start.\n"
+    )
     daemon.answer = NotReady("the daemon is recovering")
     assert tierkv("status", "--socket", "/s") == (75, "", "tierkv: the daemon is recovering\n")
 
 
+def test_nobody_knows_how_long_some_steps_take() -> None:
+    progress = ProgressStatus(what="reading the index", elapsed_s=1.5)
+    document = StatusDocument(version="1", state="recovering", progress=progress)
+    assert report.progress_line(document) == "reading the index, 1.50 s"
+
+
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "code", "said"),
     [
-        (Unavailable("no daemon serves on /s.sock"), "no daemon serves on /s.sock"),
-        (FileNotFoundError(2, "No such file"), "/s.sock: No such file"),
+        (
+            Unavailable("no daemon serves on /s.sock: No such file"),
+            3,
+            "no daemon serves on /s.sock: No such file; name another daemon's by --socket",
+        ),
+        (NotReady("the daemon does not answer yet"), 75, "the daemon does not answer yet"),
     ],
 )
-def test_no_daemon_is_3(tierkv: Run, daemon: Daemon, error: Exception, said: str) -> None:
+def test_no_daemon(tierkv: Run, daemon: Daemon, error: TierkvError, code: int, said: str) -> None:
     daemon.answer = error
-    code, out, err = tierkv("status", "--socket", "/s.sock")
-    assert (code, out) == (3, "")
-    assert err == f"tierkv: {said}; name another daemon's socket by --socket\n"
+    assert tierkv("status", "--socket", "/s.sock") == (code, "", f"tierkv: {said}\n")
 
 
 def test_a_status_that_is_not_understood(tierkv: Run, daemon: Daemon) -> None:
@@ -172,11 +253,43 @@ def test_a_status_that_is_not_understood(tierkv: Run, daemon: Daemon) -> None:
     assert err.startswith("tierkv: the daemon's status is not understood: Expected `str`")
 
 
+def test_a_store_without_disk_and_a_log_without_lag() -> None:
+    document = StatusDocument(version="1", state="serving")
+    document.tiers["disk"].state = "off"
+    (safety,) = [one for one in report.sections(document) if one.title == "Is the data safe?"]
+    told = {row[0]: row[1] for row in safety.rows}
+    assert told["disk copies"] == "no disk tier: blocks live in RAM only"
+    assert told["log lag"] == "all written; all on the drive"
+    assert told["checkpoint"] == "none yet"
+    document.tiers["disk"].state = "ok"
+    (safety,) = [one for one in report.sections(document) if one.title == "Is the data safe?"]
+    assert {row[0]: row[1] for row in safety.rows}["disk copies"] == "every block has one"
+
+
+def test_those_who_use_most_come_first() -> None:
+    def namespace(number: int, size: int) -> NamespaceStatus:
+        tiers = {"disk": HeldStatus(blocks=1, bytes=size)}
+        return NamespaceStatus(
+            id=number, model="m", dtype="", block_tokens=1, block_bytes=1, tiers=tiers
+        )
+
+    document = StatusDocument(
+        version="1", state="serving", namespaces=[namespace(k, 10 * k) for k in range(30)]
+    )
+    (users,) = [one for one in report.sections(document) if one.title == "Who uses most?"]
+    assert [row[0] for row in users.rows] == [str(k) for k in range(29, 19, -1)]
+
+
+def test_watch_goes_with_no_other_form(tierkv: Run) -> None:
+    assert tierkv("status", "--watch", "--json")[0] == 2
+    assert "goes with neither --last nor --json" in tierkv("status", "--watch", "--last")[2]
+
+
 def test_the_socket_is_the_configurations_else_the_systems(
     tierkv: Run, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     own, system = tmp_path / "own.sock", tmp_path / "system.sock"
-    monkeypatch.setattr(status_module, "SYSTEM_SOCKET", str(system))
+    monkeypatch.setattr(ask_module, "SYSTEM_SOCKET", str(system))
     monkeypatch.setenv("TIERKV_SERVER__SOCKET", str(own))
     tierkv("status")
     system.touch()
@@ -216,6 +329,17 @@ def test_plain_tables_are_aligned_and_never_wrap() -> None:
     assert header == "a" + " " * 299 + "  count"
     assert first == wide + "      1"
     assert second == "y" + " " * 299 + "   1000"
+
+
+def test_names_that_others_choose_cannot_take_the_terminal_over(
+    tierkv: Run, daemon: Daemon
+) -> None:
+    document = StatusDocument(version="1", state="serving")
+    document.workers = [WorkerStatus(lease=1, pid=1, name="a\x1b[2J\r\nb")]
+    daemon.answer = to_plain(document)
+    _, out, _ = tierkv("status", "--socket", "/s")
+    assert "a?[2J??b" in out
+    assert "\x1b" not in out
 
 
 def test_the_last_status_of_a_daemon_that_is_gone(

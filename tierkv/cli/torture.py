@@ -64,6 +64,10 @@ def torture(
 ) -> int:
     """Kill a daemon under load, again and again, and count what survives.
 
+    \b
+    tierkv torture --minutes 10
+    tierkv torture --minutes 10 --durability power --dir /mnt/nvme
+
     Starts a daemon and workers of its own in a new folder; an existing store is not touched, and
     nothing stays behind. Workers seal, share, fork, spill and resume; kill -9 comes at random
     moments, also while the daemon recovers. Then all that was acknowledged is looked for, every
@@ -72,10 +76,6 @@ def torture(
     Exits with 0 if no block was lost or wrong and nothing deleted came back, else with 1; then
     the store stays for inspection. With --durability none blocks may be lost. Ctrl-C ends it
     after a last look; once more, and it ends without.
-
-    \b
-    tierkv torture --minutes 10
-    tierkv torture --minutes 10 --durability power --dir /mnt/nvme
     """
     from tierkv.torture.place import beside, new_folder, without_settings
 

@@ -37,6 +37,11 @@ def verify(
 ) -> int:
     """Check the log, the index and the blocks on disk of a stopped daemon.
 
+    \b
+    tierkv verify
+    tierkv verify --deep --state-dir /var/lib/tierkv
+    tierkv verify --deep --repair
+
     Changes nothing without --repair. With it, if there is damage, it does what the next start
     would do: it makes a damaged index anew from what the slots say of themselves, and moves it and
     a corrupt log into the store's quarantine. And it forgets the copies on disk that are damaged.
@@ -45,11 +50,6 @@ def verify(
 
     Exits with 0 if all is sound or put right, 4 if there is damage, 75 while a daemon runs, 78 if
     a newer tierkv wrote the log.
-
-    \b
-    tierkv verify
-    tierkv verify --deep --state-dir /var/lib/tierkv
-    tierkv verify --deep --repair
     """
     config = config_of_store(file, overrides, state_dir)
     report = _run(config, deep, repair, show_progress=sys.stderr.isatty() and not as_json)

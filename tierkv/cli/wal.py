@@ -27,13 +27,13 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def wal() -> None:
     """Look at the write-ahead log of a stopped daemon's store, and repair it.
 
-    All commands lock the store: they exit with 75 while a daemon runs, and with 78 if a newer
-    tierkv wrote the log. Only repair changes it.
-
     \b
     tierkv wal stat
     tierkv wal verify --state-dir /var/lib/tierkv
     tierkv wal dump --from-lsn 5000 --limit 100
+
+    All commands lock the store: they exit with 75 while a daemon runs, and with 78 if a newer
+    tierkv wrote the log. Only repair changes it.
     """
 
 

@@ -1,0 +1,172 @@
+"""One question and its answer, over a socket whose other end says what the test wants."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tierkv.errors import (
+    InvalidArgument,
+    NotOwner,
+    NotReady,
+    ProtocolError,
+    Unavailable,
+    VersionMismatch,
+)
+from tierkv.rpc.ask import ask
+from tierkv.rpc.messages import (
+    PROTOCOL_VERSION,
+    Failure,
+    Greeting,
+    Hello,
+    Message,
+    Stat,
+    Status,
+    Welcome,
+)
+from tierkv.rpc.wire import FrameDecoder, decode_request, encode
+
+GREETING = Greeting(PROTOCOL_VERSION, 1, b"", 0, 0, "serving")
+WELCOME = Welcome(0, b"", 1, False, [])
+Answer = tuple[int, Message]
+
+
+class Peer:
+    """Greets whoever connects, reads two requests, answers, and closes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.opening: bytes = bytes(encode(0, GREETING))
+        self.answers: list[Answer] = [(1, WELCOME), (2, Status({"a": 1}))]
+        self.heard: list[Message] = []
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(self.path)
+        self._listening.listen()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listening.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listening.accept()
+            except OSError:
+                return  # closed: the test is over
+            with sock, suppress(ConnectionError):
+                null = os.open(os.devnull, os.O_RDONLY)
+                socket.send_fds(sock, [self.opening], [null])
+                os.close(null)
+                self._hear(sock)
+                for request_id, message in self.answers:
+                    sock.sendall(encode(request_id, message))
+
+    def _hear(self, sock: socket.socket) -> None:
+        decoder = FrameDecoder()
+        while len(self.heard) < 2:
+            count = sock.recv_into(decoder.writable())
+            if not count:
+                return
+            decoder.received(count)
+            while frame := decoder.next():
+                self.heard.append(decode_request(frame.payload))
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    peer = Peer(tmp_path / "s")
+    yield peer
+    peer.close()
+
+
+def question(path: str) -> Message:
+    return ask(path, Stat(), 5.0)
+
+
+def test_it_asks_without_a_lease_and_keeps_no_descriptor(peer: Peer) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    assert question(peer.path) == Status({"a": 1})
+    assert peer.heard == [Hello(PROTOCOL_VERSION, "tierkv command", b"", False), Stat()]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_answer_may_come_in_any_order(peer: Peer) -> None:
+    peer.answers.reverse()
+    assert question(peer.path) == Status({"a": 1})
+
+
+def test_the_daemons_own_error_is_raised(peer: Peer) -> None:
+    peer.answers[1] = (2, Failure("invalid_argument", "no", {"asked": 3}))
+    with pytest.raises(InvalidArgument, match="no") as caught:
+        question(peer.path)
+    assert caught.value.details == {"asked": 3}
+
+
+@pytest.mark.parametrize(
+    ("opening", "error", "said"),
+    [
+        (Failure("not_owner", "user 5 may not use this daemon", {}), NotOwner, "user 5"),
+        (Greeting(99, 1, b"", 0, 0, "serving"), VersionMismatch, "speaks protocol 99, this"),
+        (
+            Greeting(PROTOCOL_VERSION, 1, b"", 0, 0, "draining"),
+            NotReady,
+            "the daemon is draining",
+        ),
+    ],
+)
+def test_who_is_not_let_in_is_told_why(
+    peer: Peer, opening: Message, error: type[Exception], said: str
+) -> None:
+    peer.opening = bytes(encode(0, opening))
+    with pytest.raises(error, match=said):
+        question(peer.path)
+
+
+def test_something_else_listens_there(peer: Peer) -> None:
+    peer.opening = b"HTTP/1.1 400 Bad Request\r\n\r\n"
+    with pytest.raises(ProtocolError, match="not tierkv's"):
+        question(peer.path)
+
+
+def test_a_daemon_that_dies_before_it_answers(peer: Peer) -> None:
+    peer.answers.clear()
+    with pytest.raises(Unavailable, match="it closed the connection"):
+        question(peer.path)
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match=r"no daemon serves on .*No such file.*tierkv serve"):
+        question(str(tmp_path / "nobody"))
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "dead"))
+    with pytest.raises(Unavailable, match="Connection refused"):
+        question(str(tmp_path / "dead"))
+
+
+def test_who_listens_and_says_nothing_is_not_ready(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "s"))
+        silent.listen()
+        with pytest.raises(NotReady, match="it may be recovering"):
+            ask(str(tmp_path / "s"), Stat(), 0.05)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+@pytest.mark.may_skip_in_ci
+def test_a_user_who_may_not_connect_is_told_what_is_missing(peer: Peer) -> None:
+    os.chmod(peer.path, 0o600)
+    os.seteuid(65_534)
+    try:
+        with pytest.raises(Unavailable, match=r"must belong to the socket's group.*allowed_uids"):
+            question(peer.path)
+    finally:
+        os.seteuid(0)

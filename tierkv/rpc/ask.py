@@ -1,0 +1,103 @@
+"""One question to the daemon and its answer, for tools: no lease, no memory mapped, few imports."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+
+from tierkv.errors import NotReady, TierkvError, Unavailable, VersionMismatch, error_from_wire
+from tierkv.rpc.messages import PROTOCOL_VERSION, Failure, Greeting, Hello, Reply, Request
+from tierkv.rpc.wire import Frame, FrameDecoder, decode_opening, decode_reply, encode
+
+_HELLO_ID, _REQUEST_ID = 1, 2
+_NAME = "tierkv command"
+_FORBIDDEN = (errno.EACCES, errno.EPERM)
+
+
+def ask(path: str, request: Request, timeout_s: float) -> Reply:
+    """Connect, ask, and return the answer; all of it within ``timeout_s``.
+
+    The descriptors of the greeting are left to the kernel, which closes them.
+
+    Raises Unavailable when nobody listens or this user may not connect, NotReady when whoever
+    listens says nothing in time or is starting, VersionMismatch, and the daemon's own error.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(path)
+            frames = _Frames(sock, deadline_s)
+            _require_service(decode_opening(frames.next().payload))
+            hello = Hello(PROTOCOL_VERSION, _NAME, lease=False)
+            sock.sendall(encode(_HELLO_ID, hello) + encode(_REQUEST_ID, request))
+            return _answer(frames)
+        except (TimeoutError, BlockingIOError) as error:
+            raise NotReady(
+                f"the daemon does not answer yet, it may be recovering ({path}); try again"
+            ) from error
+        except OSError as error:
+            raise _unavailable(path, error) from error
+
+
+def _require_service(opening: Greeting | Failure) -> None:
+    if isinstance(opening, Failure):
+        raise _error_of(opening)
+    if opening.version != PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"the daemon speaks protocol {opening.version}, this tierkv {PROTOCOL_VERSION}: "
+            "install the same on both sides",
+            ours=PROTOCOL_VERSION,
+            theirs=opening.version,
+        )
+    if opening.state != "serving":
+        raise NotReady(f"the daemon is {opening.state}", state=opening.state)
+
+
+def _answer(frames: _Frames) -> Reply:
+    """The reply to the request, or the error that either of both got."""
+    while True:
+        frame = frames.next()
+        reply = decode_reply(frame.payload)
+        if isinstance(reply, Failure):
+            raise _error_of(reply)
+        if frame.request_id == _REQUEST_ID:
+            return reply
+
+
+def _error_of(failure: Failure) -> TierkvError:
+    return error_from_wire(failure.code, failure.message, failure.details)
+
+
+class _Frames:
+    """The frames that come, one after the other."""
+
+    def __init__(self, sock: socket.socket, deadline_s: float) -> None:
+        self._sock = sock
+        self._deadline_s = deadline_s
+        self._decoder = FrameDecoder()
+
+    def next(self) -> Frame:
+        """Raises OSError, TimeoutError."""
+        while (frame := self._decoder.next()) is None:
+            left_s = self._deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self._sock.settimeout(left_s)
+            count = self._sock.recv_into(self._decoder.writable())
+            if not count:
+                raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+            self._decoder.received(count)
+        return frame
+
+
+def _unavailable(path: str, error: OSError) -> Unavailable:
+    why = error.strerror or os.strerror(error.errno or errno.EIO)
+    if error.errno in _FORBIDDEN:
+        return Unavailable(
+            f"{path}: {why}; this user must belong to the socket's group, and be in "
+            "server.allowed_uids"
+        )
+    return Unavailable(f"no daemon serves on {path}: {why}; start one by `tierkv serve`")

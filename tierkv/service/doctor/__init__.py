@@ -1,0 +1,1 @@
+"""Is this machine fit for the daemon: facts are gathered, then judged."""
