@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.service.blocks import (
@@ -26,6 +27,7 @@ from tests.service.blocks import (
 )
 from tests.service.raw import Peer
 from tests.service.running import Daemon, run_cli, running, samples, until
+from tierkv.core.counters import REASONS
 from tierkv.core.prefix import chain_hashes
 from tierkv.errors import PoolExhausted
 from tierkv.obs.table import METRICS
@@ -171,8 +173,8 @@ def test_evictions_transfers_and_free_blocks(daemon: Daemon, ns, client) -> None
     client.flush()
     after, status = daemon.metrics(), daemon.status()
     evicted = {
-        to: total(after, EVICTIONS, from_tier="device", to_tier=to, reason="capacity")
-        - total(before, EVICTIONS, from_tier="device", to_tier=to, reason="capacity")
+        to: total(after, EVICTIONS, from_tier="device", to_tier=to, reason="new_blocks")
+        - total(before, EVICTIONS, from_tier="device", to_tier=to, reason="new_blocks")
         for to in ("host", "disk", "none")
     }
     assert evicted == {"host": 8, "disk": 0, "none": 0}
@@ -208,6 +210,41 @@ def test_evictions_transfers_and_free_blocks(daemon: Daemon, ns, client) -> None
         assert total(daemon.metrics(), "tierkv_sequences") == 1
 
 
+def test_why_blocks_were_evicted_and_how_long_they_had_been_unused() -> None:
+    with running(sized(8, 8, 32)) as daemon, daemon.connect() as client:
+        ns = client.namespace(SPEC)
+        press(client, ns, 200, seed=70_000)
+        client.flush()
+        early = tokens(4, seed=70_000 + 180)
+        assert ns.lookup(early)[:4] == (4 * BLOCK, 0, 0, 4)
+        promoted = fill(ns, early)
+        large = client.namespace(msgspec.structs.replace(SPEC, model="large", layers=4))
+        promoted.end()
+        store(large, tokens(2, seed=80_000))
+        metrics = daemon.metrics()
+
+        def evicted(tier: str, reason: str) -> float:
+            return total(metrics, EVICTIONS, from_tier=tier, reason=reason)
+
+        assert evicted("device", "new_blocks") >= 200 - 8
+        assert evicted("device", "promotion") == 4
+        assert evicted("device", "other_model") == 4
+        assert evicted("host", "spill") > 100
+        assert evicted("disk", "write_behind") + evicted("disk", "spill") > 100
+        assert total(metrics, EVICTIONS) == sum(
+            evicted(tier, reason) for tier in ("device", "host", "disk") for reason in REASONS
+        )
+        assert total(metrics, "tierkv_promotion_count_total", from_tier="disk") == 4
+        # Three of the two hundred are of the sample; the next look at it is due within a moment.
+        idle, lived = "tierkv_block_idle_before_evict_seconds", "tierkv_block_lifetime_seconds"
+        for name, tier in ((idle, "device"), (idle, "host"), (idle, "disk"), (lived, "")):
+            labels = {"tier": tier} if tier else {}
+            until(
+                lambda name=name, labels=labels: total(daemon.metrics(), f"{name}_count", **labels)
+            )
+            assert total(daemon.metrics(), f"{name}_sum", **labels) < 60
+
+
 def test_room_on_the_file_systems_and_what_was_read_of_the_configuration(daemon: Daemon) -> None:
     metrics, status = daemon.metrics(), daemon.status()
     for directory, path in (("state", daemon.state), ("disk", daemon.state / "data")):
@@ -235,6 +272,12 @@ def test_log_and_checkpoint(daemon: Daemon, ns, client) -> None:
     # Acquire, reserve, seal and release: one frame each, and a few for the copies to disk.
     assert 4 <= after["tierkv_wal_frames_total"] - before["tierkv_wal_frames_total"] <= 12
     assert after["tierkv_wal_segments"] == status["wal"]["segments"] == 1
+    writes, records = "tierkv_wal_append_duration_seconds_count", "tierkv_wal_batch_records"
+    assert after[writes] == after[f"{records}_count"]
+    grown = {name: after[name] - before[name] for name in (writes, f"{records}_sum")}
+    assert 4 <= grown[writes] <= 12
+    # An open, three blocks and their table, three names, a close, three copies.
+    assert 12 <= grown[f"{records}_sum"] <= 30
     syncs = "tierkv_wal_fsync_duration_seconds_count"
     # Only the seal's reply waits for one.
     assert after[syncs] >= before[syncs] + 1

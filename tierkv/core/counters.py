@@ -12,6 +12,25 @@ from tierkv.core.ids import Tier
 
 TIERS = tuple(tier.label for tier in Tier)
 
+NEW_BLOCKS = "new_blocks"
+PROMOTION = "promotion"
+SPILL = "spill"
+WRITE_BEHIND = "write_behind"
+OTHER_MODEL = "other_model"
+CORRUPT = "corrupt"
+STALE = "stale"
+
+REASONS = {
+    NEW_BLOCKS: "workers asked for room for blocks that they compute",
+    PROMOTION: "blocks came up from a slower tier, because a prompt has them",
+    SPILL: "blocks that had to leave a faster tier came down",
+    WRITE_BEHIND: "sealed blocks were written to disk while they are in RAM as well",
+    OTHER_MODEL: "any of that, but for blocks of another size: another model's",
+    CORRUPT: "the copy did not match its checksum",
+    STALE: "a worker wrote on in the block, so its copies further down were out of date",
+}
+"""Why a copy leaves a tier: for the first five, what its room was needed for."""
+
 GONE = "none"
 """``to_tier`` of an eviction after which no copy is left."""
 

@@ -15,13 +15,24 @@ from typing import Protocol
 import numpy as np
 
 from tierkv.core.arrays import distinct, every, first_of_each, indices
-from tierkv.core.counters import GONE, TIERS, Counters
+from tierkv.core.counters import (
+    CORRUPT,
+    GONE,
+    OTHER_MODEL,
+    PROMOTION,
+    SPILL,
+    STALE,
+    TIERS,
+    WRITE_BEHIND,
+    Counters,
+)
 from tierkv.core.doubt import Doubt
 from tierkv.core.effects import Check, Flow, Move, Moved, Signal, Wait
 from tierkv.core.holds import Holds
 from tierkv.core.ids import I64, RAM_TIERS, U64, Bool, Tier
 from tierkv.core.policy import EvictionPolicy
 from tierkv.core.records import Kind, Records, of_copies
+from tierkv.core.residency import Residency
 from tierkv.core.restart_order import PART_ROWS, restart_order
 from tierkv.core.slot_tables import SlotTables
 from tierkv.core.slots import NONE
@@ -77,14 +88,17 @@ class Placement:
         """Set by the daemon while the disk's circuit breaker is open; reads go on."""
         self.holds = {tier: Holds() for tier in Tier}
         self.doubt = Doubt(state.blocks)
+        self.residency = Residency(state.blocks)
         self._making_room: dict[Tier, Signal | None] = dict.fromkeys(Tier)
         self._arriving: dict[int, Signal] = {}
         self._copying: list[_Copying] = []
 
     # --- room -------------------------------------------------------------------------------------
 
-    def room(self, tier: Tier, pool: int, count: int) -> Flow[I64]:
+    def room(self, tier: Tier, pool: int, count: int, reason: str) -> Flow[I64]:
         """Hold ``count`` free slots, evicting exactly what is needed; shape [count].
+
+        ``reason``: of those in ``counters.REASONS``, for what is evicted.
 
         The caller uses them in a record or gives them back by ``unhold_slots``. Raises
         PoolExhausted, with nothing held, if that much cannot be freed.
@@ -101,19 +115,21 @@ class Placement:
         stuck_bytes = sys.maxsize
         try:
             while (need := count * size - self.state.free_bytes(tier)) > 0:
-                if self._evict_at_once(tier, -(-need // size)):
+                if self._evict_at_once(tier, -(-need // size), reason):
                     continue
                 victims = yield from self._victims(tier, need, stuck_bytes)
                 if not len(victims):
                     raise self._exhausted(tier, pool, count)
                 # Where a block of this size found no room below, a larger one need not try.
-                stuck_bytes = min(stuck_bytes, (yield from self._demote(tier, pool, victims)))
+                stuck_bytes = min(
+                    stuck_bytes, (yield from self._demote(tier, pool, victims, reason))
+                )
             return slots.hold(count)
         finally:
             self._making_room[tier] = None
             signal.set()
 
-    def _evict_at_once(self, tier: Tier, count: int) -> bool:
+    def _evict_at_once(self, tier: Tier, count: int, reason: str) -> bool:
         """Make room for so many blocks if that is simple; returns whether it was. Mutates."""
         if self.holds[tier] or tier not in RAM_TIERS:
             return False
@@ -124,8 +140,9 @@ class Placement:
         if evicted is None:
             return False
         for to, blocks in enumerate(evicted.gone_to):
-            self._count_evicted(tier, to, "capacity", blocks)
+            self._count_evicted(tier, to, reason, blocks)
         self.commit(evicted.records, applied=True)
+        self.residency.left(evicted.records)
         return True
 
     def unhold_slots(self, tier: Tier, pool: int, slots: I64) -> None:
@@ -209,7 +226,7 @@ class Placement:
             tier is not Tier.DEVICE or bool((self.state.blocks.active[rows] == 0).any())
         )
 
-    def _demote(self, tier: Tier, pool: int, rows: I64) -> Flow[int]:
+    def _demote(self, tier: Tier, pool: int, rows: I64, reason: str) -> Flow[int]:
         """Rows leave the tier, each after another copy is safe (or if nobody holds it).
 
         Returns the size of the smallest one that had to stay for want of room below.
@@ -223,13 +240,13 @@ class Placement:
                 moving = ~blocks.has_copy(rows, Tier.HOST)
             else:
                 moving = ~self._backed(tier, rows)
-            yield from self.copy(tier, target, rows[moving], ids[moving])
+            yield from self.copy(tier, target, rows[moving], ids[moving], SPILL)
         rows = rows[(blocks.id[rows] == ids) & self._eligible(tier, rows)]
         loose = self._loose(tier, rows)
         if every(loose):
-            self._drop(tier, rows, "capacity", pool)
+            self._drop(tier, rows, reason, pool)
             return sys.maxsize
-        self._drop(tier, rows[loose], "capacity", pool)
+        self._drop(tier, rows[loose], reason, pool)
         return int(self.state.slot_bytes_of(tier, rows[~loose]).min())
 
     def _loose(self, tier: Tier, rows: I64) -> Bool:
@@ -248,20 +265,29 @@ class Placement:
         return found
 
     def _drop(self, tier: Tier, rows: I64, reason: str, for_pool: int | None = None) -> None:
-        """Log that copies are gone and free their slots. Mutates."""
+        """Log that copies are gone and free their slots. Mutates.
+
+        ``for_pool``: of the blocks that need the room, if that is why.
+        """
         if not len(rows):
             return
         blocks = self.state.blocks
         slots = blocks.slot[tier][rows].astype(np.int64)
-        others = len(self.state.pools) > 1 and tier is not Tier.DISK and for_pool is not None
+        others = len(self.state.pools) > 1 and for_pool is not None
         pools = self.state.pool_of(rows) if others else NONE
-        for to, count in enumerate(np.bincount(blocks.best_tier_but(rows, tier)).tolist()):
-            self._count_evicted(tier, to, reason, count)
+        best_left = blocks.best_tier_but(rows, tier)
+        foreign = pools != for_pool if others else np.zeros(len(rows), np.bool_)
+        for left, why in ((best_left[~foreign], reason), (best_left[foreign], OTHER_MODEL)):
+            for to, count in enumerate(np.bincount(left).tolist()):
+                self._count_evicted(tier, to, why, count)
         records = of_copies(Kind.DROP, tier, rows, blocks.id[rows], slots)
         self.forget(tier, rows)
         self.commit(records)
-        for pool in distinct(pools[pools != for_pool]).tolist():
-            self.tables.punch(tier, pool, slots[pools == pool])
+        if for_pool is not None:
+            self.residency.left(records)
+        if tier in RAM_TIERS:
+            for pool in distinct(pools[pools != for_pool]).tolist():
+                self.tables.punch(tier, pool, slots[pools == pool])
 
     def _count_evicted(self, tier: Tier, best_left: int, reason: str, blocks: int) -> None:
         """``best_left``: the fastest tier that they are left in, len(Tier) if there is none."""
@@ -288,9 +314,10 @@ class Placement:
         """Most blocks of the pool in one move."""
         return max(1, min(MOVE_BLOCKS, move_bytes // self.state.pools[pool].block_bytes))
 
-    def copy(self, source: Tier, target: Tier, rows: I64, ids: U64) -> Flow[int]:
+    def copy(self, source: Tier, target: Tier, rows: I64, ids: U64, reason: str) -> Flow[int]:
         """Give blocks another copy further down, as far as there is room; returns how many.
 
+        ``reason``: for what others have to make that room; see ``counters.REASONS``.
         ``ids`` name the blocks that ``rows`` held when the caller decided; no row is there twice.
         Rows that hold another block by now are passed over.
         """
@@ -302,7 +329,7 @@ class Placement:
                 part = slice(at, at + batch_max)
                 try:
                     done += yield from self._copy_batch(
-                        source, target, pool, members[part], names[part]
+                        source, target, pool, members[part], names[part], reason
                     )
                     at += batch_max
                 except PoolExhausted:
@@ -311,12 +338,14 @@ class Placement:
                         break
         return done
 
-    def _copy_batch(self, source: Tier, target: Tier, pool: int, rows: I64, ids: U64) -> Flow[int]:
+    def _copy_batch(
+        self, source: Tier, target: Tier, pool: int, rows: I64, ids: U64, reason: str
+    ) -> Flow[int]:
         held = rows
         self.holds[source].take(held)
         slots = np.zeros(0, np.int64)
         try:
-            slots = yield from self.room(target, pool, len(rows))
+            slots = yield from self.room(target, pool, len(rows), reason)
             alive = self._still(rows, ids, source) & ~self.state.blocks.has_copy(rows, target)
             alive &= ~self._being_written(source, rows)
             rows, ids = rows[alive], ids[alive]
@@ -379,7 +408,7 @@ class Placement:
             self.counters.checksum_failures[source.label] += len(bad)
             # A worker may have the bytes mapped: its copy cannot be taken away under it.
             unmapped = bad[self.state.blocks.active[bad] == 0] if source is Tier.DEVICE else bad
-            self._drop(source, unmapped, "corrupt")
+            self._drop(source, unmapped, CORRUPT)
         return int(np.count_nonzero(good))
 
     def _sums_agree(self, source: Tier, rows: I64, result: Moved) -> Bool:
@@ -482,7 +511,7 @@ class Placement:
         for row in rows.tolist():
             self._arriving[row] = signal
         try:
-            slots = yield from self.room(Tier.DEVICE, pool, len(rows))
+            slots = yield from self.room(Tier.DEVICE, pool, len(rows), PROMOTION)
             alive = self._still(rows, ids, source) & ~blocks.has_copy(rows, Tier.DEVICE)
             moving, names = rows[alive], ids[alive]
             used = slots[: len(moving)]
@@ -517,15 +546,22 @@ class Placement:
                 bad = part[alive & ~ok]
                 if len(bad):
                     self.counters.checksum_failures[Tier.DEVICE.label] += len(bad)
-                    self._drop(Tier.DEVICE, bad[blocks.active[bad] == 0], "corrupt")
+                    self._drop(Tier.DEVICE, bad[blocks.active[bad] == 0], CORRUPT)
         return waited
 
     # --- recency ----------------------------------------------------------------------------------
 
-    def touch(self, rows: I64) -> None:
-        """Rows were used, least valuable first; in every tier that holds them. Mutates."""
+    def touch(self, rows: I64, *, found: bool = False) -> None:
+        """Rows were used, least valuable first; in every tier that holds them. Mutates.
+
+        ``found``: by a request that came upon them.
+        """
         if not len(rows):
             return
+        self._move_to_front(rows)
+        self.residency.touched(rows.copy(), found=found)
+
+    def _move_to_front(self, rows: I64) -> None:
         for tier in Tier:
             if self.state.budgets[tier]:
                 self.policies[tier].touch(rows[self.state.blocks.has_copy(rows, tier)])
@@ -541,7 +577,7 @@ class Placement:
         order = restart_order(self.state.blocks, rows)
         for at in range(0, len(order), PART_ROWS):
             part = rows[order[at : at + PART_ROWS]]
-            self.touch(part)
+            self._move_to_front(part)
             self._enter(part[self.state.blocks.has_copy(part, Tier.DEVICE)])
 
     def _enter(self, rows: I64) -> None:
@@ -568,7 +604,7 @@ class Placement:
         done = 0
         for source in (Tier.DEVICE, Tier.HOST):
             here = wanted & blocks.has_copy(rows, source)
-            done += yield from self.copy(source, Tier.DISK, rows[here], ids[here])
+            done += yield from self.copy(source, Tier.DISK, rows[here], ids[here], WRITE_BEHIND)
             wanted &= ~here
         return done
 
@@ -582,7 +618,7 @@ class Placement:
         """A worker may write into these open blocks again: copies are stale. Mutates."""
         self._outdate(Tier.DEVICE, rows)
         for tier in (Tier.HOST, Tier.DISK):
-            self._drop(tier, rows[self.state.blocks.has_copy(rows, tier)], "stale")
+            self._drop(tier, rows[self.state.blocks.has_copy(rows, tier)], STALE)
 
     def arriving(self, row: int) -> Signal | None:
         """Set when the row's way up into the device tier, if it is on it, has ended."""

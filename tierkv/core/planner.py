@@ -15,6 +15,7 @@ import numpy as np
 
 from tierkv.core.arrays import distinct, indices, leading
 from tierkv.core.coming import MOVE_BYTES, Coming
+from tierkv.core.counters import NEW_BLOCKS
 from tierkv.core.effects import Flow, Move, Moved
 from tierkv.core.ids import I64, U8, U64, Tier
 from tierkv.core.matching import Chain, Matcher, TierCounts
@@ -163,7 +164,7 @@ class Planner:
         pool = self._sequences.pool(namespace)
         self._check_size(len(hi))
         rows = self._named(namespace, hi, lo)
-        self.placement.touch(rows[rows >= 0])
+        self.placement.touch(rows[rows >= 0], found=True)
         tokens = self.state.pools[pool].block_tokens
         looked_for = (len(hi) + missed) * tokens
         self.placement.counters.looked_up(namespace, looked_for, device=len(hi) * tokens)
@@ -295,7 +296,7 @@ class Planner:
     def _begun(self, sequence: Sequence, chain: Chain, hits: list[int]) -> TableView:
         """The sequence stands on cached blocks, of which so many were in each tier before."""
         # Recency of the lower copies; and on disk only those of active blocks may leave.
-        self.placement.touch(sequence.rows[::-1])
+        self.placement.touch(sequence.rows[::-1], found=True)
         view = self._sequences.view(sequence)
         tokens = chain.tokens.shape[1]
         self.placement.counters.looked_up(
@@ -345,7 +346,7 @@ class Planner:
         if not self._is_fresh(lease, namespace, local, chain):
             return None
         self._sequences.check_limit(lease)
-        slots = yield from self.placement.room(Tier.DEVICE, pool, needed)
+        slots = yield from self.placement.room(Tier.DEVICE, pool, needed, NEW_BLOCKS)
         try:
             if not self._is_fresh(lease, namespace, local, chain):
                 return None
@@ -390,7 +391,7 @@ class Planner:
                 return self._sequences.view(sequence)
             copied = rows[first : first + 1] if keep == first and written % block_tokens else None
             ids = self.state.blocks.id[rows]
-            slots = yield from self.placement.room(Tier.DEVICE, pool, fresh)
+            slots = yield from self.placement.room(Tier.DEVICE, pool, fresh, NEW_BLOCKS)
             try:
                 whole = True
                 if copied is not None and self._sequences.steady(sequence, ids):
@@ -641,7 +642,8 @@ class Planner:
         """Log records, and then fresh blocks in these slots at the end of the sequence."""
         state, fresh = self.state, len(slots)
         rows = state.row_set.hold(fresh)
-        ids = np.arange(state.next_block, state.next_block + fresh, dtype=np.uint64)
+        first_id = state.next_block
+        ids = np.arange(first_id, first_id + fresh, dtype=np.uint64)
         self.placement.tables.open(Tier.DEVICE, self._sequences.pool(namespace), slots, ids)
         added = state.structures.shortcuts.extend(state, identity, namespace, rows, slots, before)
         if added is not None:
@@ -653,6 +655,7 @@ class Planner:
             pushed = push(identity, rows.astype(np.uint32))
             self.placement.commit(join([*before, allocated, pushed]))
         self.placement.doubt.clear(rows)
+        self.placement.residency.born(first_id, rows)
 
     # --- parts ------------------------------------------------------------------------------------
 

@@ -33,9 +33,9 @@ class Metrics:
 
     Count on ``counters``; observe seconds on the histograms, on the event loop:
     ``block_alloc_duration["ok"]`` (or "exhausted"), ``transfer_duration["device", "host"]``,
-    ``rpc_duration["acquire"]``, ``wal_fsync_duration``, ``checkpoint_duration``, ``loop_turn``,
-    ``loop_delay``, ``gc_pause``, ``attend_wait``. ``attend_batch`` counts requests. ``snapshot`` is
-    called at each scrape.
+    ``rpc_duration["acquire"]``, ``block_idle_before_evict["host"]``, and others without labels.
+    ``attend_batch`` counts requests, ``wal_batch_records`` records. ``snapshot`` is called at each
+    scrape.
 
     Switches off the creation timestamps of prometheus_client, which they only offer for the whole
     process: they double the number of series and say nothing that the process' start does not.
@@ -55,6 +55,11 @@ class Metrics:
         self.rpc_duration = self._histograms["tierkv_rpc_duration_seconds"]
         self.wal_fsync_duration = self._only("tierkv_wal_fsync_duration_seconds")
         self.checkpoint_duration = self._only("tierkv_checkpoint_duration_seconds")
+        self.wal_append_duration = self._only("tierkv_wal_append_duration_seconds")
+        self.wal_batch_records = self._only("tierkv_wal_batch_records")
+        self.block_lifetime = self._only("tierkv_block_lifetime_seconds")
+        self.block_idle_before_evict = self._histograms["tierkv_block_idle_before_evict_seconds"]
+        self.block_reuse_gap = self._only("tierkv_block_reuse_gap_seconds")
         self.loop_turn = self._only("tierkv_loop_turn_seconds")
         self.loop_delay = self._only("tierkv_loop_delay_seconds")
         self.gc_pause = self._only("tierkv_gc_pause_seconds")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tierkv.core.counters import Counters
+from tierkv.core.residency import SAMPLE
 from tierkv.obs.declared import Declared, Read, Sample, Type, counted, decades, value
 from tierkv.obs.status import StatusDocument
 
@@ -31,6 +32,24 @@ ALLOC_BUCKETS_S = (5e-6, *decades(-5, 0), 2.0, 5.0)
 """5 us (one block, nothing to evict) to 5 s (a long spill on a slow drive)."""
 
 COPY_BUCKETS_S = decades(-5, 1)
+
+AGE_BUCKETS_S = (
+    0.1,
+    0.5,
+    1.0,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    300.0,
+    600.0,
+    1800.0,
+    3600.0,
+    21_600.0,
+    86_400.0,
+    604_800.0,
+)
+"""A tenth of a second (it is looked at that often) to a week."""
 
 _BRIEF = (
     Declared(
@@ -218,4 +237,31 @@ _TIERS = (
     ),
 )
 
-CACHE = (*_BRIEF, *_PREFIX, *_TIERS)
+_SAMPLED = f"One block of {SAMPLE} is watched, by its id."
+
+_RESIDENCY = (
+    Declared(
+        "tierkv_block_lifetime_seconds",
+        Type.HISTOGRAM,
+        f"Age of blocks that had to leave the last tier that had them. {_SAMPLED}",
+        "How far back the cache remembers. Prompts that come back later find nothing.",
+        buckets=AGE_BUCKETS_S,
+    ),
+    Declared(
+        "tierkv_block_idle_before_evict_seconds",
+        Type.HISTOGRAM,
+        f"How long blocks that had to leave a tier had been unused. {_SAMPLED}",
+        "Compare it with the reuse gap: a tier that is left sooner than blocks come back is small.",
+        ("tier",),
+        buckets=AGE_BUCKETS_S,
+    ),
+    Declared(
+        "tierkv_block_reuse_gap_seconds",
+        Type.HISTOGRAM,
+        f"How long blocks that a request found had been unused. {_SAMPLED}",
+        "How long the cache must remember to pay; blocks that came too late are not in here.",
+        buckets=AGE_BUCKETS_S,
+    ),
+)
+
+CACHE = (*_BRIEF, *_PREFIX, *_TIERS, *_RESIDENCY)

@@ -49,6 +49,9 @@ FSYNC_BUCKETS_S = (*decades(-4, 0), 2.0, 5.0)
 
 CHECKPOINT_BUCKETS_S = decades(-3, 2)
 
+RECORD_BUCKETS = tuple(float(1 << power) for power in range(0, 15, 2))
+"""1 (a suspend) to 16384 (a very long prompt, or many requests of one turn)."""
+
 BATCH_BUCKETS = tuple(float(1 << power) for power in range(9))
 """1 (nobody else asked) to 256 (as many connections as there may be by default)."""
 
@@ -66,6 +69,20 @@ _WAL = (
         "Frames (groups of records committed together) written to the log.",
         "Bytes per frame show how well commits are grouped.",
         read=value(lambda counters, status: counters.wal_frames),
+    ),
+    Declared(
+        "tierkv_wal_append_duration_seconds",
+        Type.HISTOGRAM,
+        "Time of one write of the log to the kernel.",
+        "On the way of every request that changes something. Long: the kernel is short of memory.",
+        buckets=LOOP_BUCKETS_S,
+    ),
+    Declared(
+        "tierkv_wal_batch_records",
+        Type.HISTOGRAM,
+        "Records in one write of the log.",
+        "How well requests share a write: more of them at a time, the cheaper each is.",
+        buckets=RECORD_BUCKETS,
     ),
     Declared(
         "tierkv_wal_fsync_duration_seconds",

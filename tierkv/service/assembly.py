@@ -43,6 +43,18 @@ class Hooks(Protocol):
     def moved(self, move: Move, seconds: float) -> None:
         """A move was carried out."""
 
+    def written(self, records: int, seconds: float) -> None:
+        """So many records were written to the log, by one write."""
+
+    def block_gone(self, lived_s: float) -> None:
+        """A block of the sample had to leave the last tier that had it."""
+
+    def block_left(self, tier: Tier, idle_s: float) -> None:
+        """A block of the sample had to leave a tier, unused for so long."""
+
+    def block_reused(self, idle_s: float) -> None:
+        """A request found a block of the sample, unused for so long."""
+
     def attended(self, waited_s: list[float]) -> None:
         """A round of attention begins, with requests that waited so long."""
 
@@ -110,6 +122,7 @@ def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Ho
         config.wal.none_flush_s,
         hooks.log_died,
         hooks.synced,
+        hooks.written,
     )
     placement = Placement(
         state,
@@ -118,6 +131,9 @@ def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Ho
         journal.commit,
         counters,
     )
+    residency = placement.residency
+    residency.on_gone, residency.on_left = hooks.block_gone, hooks.block_left
+    residency.on_reused = hooks.block_reused
     placement.doubt.mark(unverified_rows(state))
     placement.list_all()
     planner = Planner(state, placement, request_limits(config, recovered.writer))
@@ -141,6 +157,7 @@ def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Ho
         recovered.checkpoint_lsn,
     )
     checkpointer.on_done = hooks.checkpointed
+    checkpointer.on_sync = hooks.synced
     namespaces = Namespaces(planner, arenas, recovered.disk, recovered.specs)
     attention = Attention(planner, namespaces, arenas, config.attend.threads)
     attention.on_round = hooks.attended

@@ -21,6 +21,7 @@ from tierkv_wal import WalError, WalWriter
 from tierkv.config.schema import Config
 from tierkv.core.counters import Counters
 from tierkv.core.effects import Move
+from tierkv.core.ids import Tier
 from tierkv.core.placement import Placement
 from tierkv.errors import ConfigError, NotReady, TierFailed, TierFull, TierkvError
 from tierkv.gpu import Gpu, GpuFailed
@@ -71,6 +72,9 @@ EXIT_CONFIG = 78
 
 TICK_S = 0.1
 DRAIN_S = 30.0
+
+SLOW_SYNC_S = 1.0
+"""A sync of the log that takes this long is worth a warning."""
 
 PROGRESS_S = 2.0
 """How often the service manager hears how far recovery is."""
@@ -286,6 +290,7 @@ class _Daemon:
             expected = loop.time() + TICK_S
             await asyncio.sleep(TICK_S)
             self._counters.event_loop_lag_s = max(0.0, loop.time() - expected)
+            placement.residency.look(loop.time())
             if checkpointer.due(wal.checkpoint_bytes, wal.checkpoint_s):
                 try:
                     await checkpointer.run()
@@ -318,6 +323,26 @@ class _Daemon:
     def synced(self, seconds: float) -> None:
         """See assembly.Hooks."""
         self._metrics.wal_fsync_duration.observe(seconds)
+        if seconds >= SLOW_SYNC_S and self._reader is not None:
+            lsn = self._reader.writer.durable_lsn
+            log.warning("slow sync of the log", extra={"took_s": round(seconds, 3), "lsn": lsn})
+
+    def written(self, records: int, seconds: float) -> None:
+        """See assembly.Hooks."""
+        self._metrics.wal_batch_records.observe(records)
+        self._metrics.wal_append_duration.observe(seconds)
+
+    def block_gone(self, lived_s: float) -> None:
+        """See assembly.Hooks."""
+        self._metrics.block_lifetime.observe(lived_s)
+
+    def block_left(self, tier: Tier, idle_s: float) -> None:
+        """See assembly.Hooks."""
+        self._metrics.block_idle_before_evict[tier.label].observe(idle_s)
+
+    def block_reused(self, idle_s: float) -> None:
+        """See assembly.Hooks."""
+        self._metrics.block_reuse_gap.observe(idle_s)
 
     def checkpointed(self, seconds: float) -> None:
         """See assembly.Hooks."""

@@ -11,6 +11,7 @@ All requests of one loop turn share one frame and one write. With durability
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,8 @@ class Journal:
 
     ``on_death`` is called once if the log cannot be written or synced, or the state refuses
     records: the daemon must exit, for nobody knows what the disk holds now, or whether the state
-    is what the log says. No reply is released any more.
+    is what the log says. No reply is released any more. ``on_sync`` hears how long each sync took,
+    ``on_write`` how many records each write had, and how long it took.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Journal:
         none_flush_s: float,
         on_death: Callable[[Exception], None],
         on_sync: Callable[[float], None] = lambda _seconds: None,
+        on_write: Callable[[int, float], None] = lambda _records, _seconds: None,
     ) -> None:
         self._state = state
         self._writer = writer
@@ -49,6 +52,7 @@ class Journal:
         self._none_flush_s = none_flush_s
         self._on_death = on_death
         self._on_sync = on_sync
+        self._on_write = on_write
         self._unwritten: deque[tuple[int, Callable[[], None]]] = deque()
         self._unsynced: deque[tuple[int, Callable[[], None]]] = deque()
         """Replies by the LSN they wait for, in its order."""
@@ -180,10 +184,16 @@ class Journal:
     def _write(self) -> None:
         if self._dead:
             return
+        slots = self._writer.appended_lsn - self._writer.written_lsn
+        started = time.monotonic()
         try:
             self._writer.write()
         except (OSError, WalDead) as error:
             self.die(error)
+            return
+        if slots:
+            # One of them is the frame's header.
+            self._on_write(slots - 1, time.monotonic() - started)
 
     def _release_waiting(self) -> None:
         for waiting, synced in ((self._unwritten, False), (self._unsynced, True)):
