@@ -270,7 +270,7 @@ MUTANTS = (
     ),
     _one(
         "the reply to a seal counts as one that need not last",
-        "tierkv.service.sessions",
+        "tierkv.service.call",
         "LASTING = (m.Seal, m.Store, m.Flush)\n",
         "LASTING = (m.Flush,)\n",
         Simulated("power"),

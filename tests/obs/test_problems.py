@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 
 import pytest
 
+from tierkv.obs import log
 from tierkv.obs.problems import Problems
 from tierkv.obs.status import StatusDocument, from_plain, to_plain
 
@@ -72,3 +74,14 @@ def test_nothing_of_it_is_lost_on_the_way_to_a_client(caplog: pytest.LogCaptureF
         warn(1)
     document = StatusDocument(version="1", state="serving", problems=problems.latest())
     assert from_plain(to_plain(document)).problems == problems.latest()
+
+
+def test_setting_up_the_log_anew_ends_nothing() -> None:
+    problems = Problems()
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    with problems.watching():
+        log.setup(stream=io.StringIO(), variables={})
+        warn(1)
+    root.handlers[:], root.level = handlers, level
+    assert len(problems.latest()) == 1

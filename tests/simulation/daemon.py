@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from typing import Any
 
 from tests.simulation.ledger import Ledger, Violation
@@ -15,7 +16,9 @@ from tests.simulation.machine import STATE_DIR, SimulatedMachine
 from tierkv.config import schema
 from tierkv.core.counters import Counters
 from tierkv.core.effects import Move
+from tierkv.core.ids import Tier
 from tierkv.errors import TierFailed, TierFull, TierkvError
+from tierkv.obs.slow import Slow
 from tierkv.rpc import messages as m
 from tierkv.service.assembly import Parts, assemble
 from tierkv.service.lifecycle import DaemonState, Lifecycle
@@ -41,6 +44,7 @@ class Wire:
 
     pid = 0
     uid = 0
+    received_s = 0.0
 
     def __init__(self) -> None:
         self.waiting: dict[int, asyncio.Future[Any]] = {}
@@ -74,7 +78,12 @@ class SimulatedDaemon:
             lifecycle.enter(state)
         reloader = Reloader(config, lambda: config)
         operations = Operations(self.parts, lifecycle, reloader.run)
-        self.sessions = Sessions(self.parts, lifecycle, dict, observer=self, operations=operations)
+        self.sessions = Sessions(
+            *(self.parts, lifecycle, dict),
+            observer=self,
+            slow=Slow(math.inf),
+            operations=operations,
+        )
         through = config.disk.write == "through"
         self.parts.begin(self.recovered.state.epoch, write_through=through)
         self._behind = asyncio.get_running_loop().create_task(self.parts.engine.write_behind())
@@ -114,6 +123,14 @@ class SimulatedDaemon:
     # --- hooks and observer -----------------------------------------------------------------------
 
     def synced(self, seconds: float) -> None: ...
+
+    def written(self, records: int, seconds: float) -> None: ...
+
+    def block_gone(self, lived_s: float) -> None: ...
+
+    def block_left(self, tier: Tier, idle_s: float) -> None: ...
+
+    def block_reused(self, idle_s: float) -> None: ...
 
     def checkpointed(self, seconds: float) -> None: ...
 

@@ -329,6 +329,10 @@ class Log(_Section, frozen=True):
         Literal["auto", "text", "logfmt", "json"],
         _text("Form of a line; auto = text on a terminal, logfmt elsewhere.", live=True),
     ] = "auto"
+    slow_op_s: Annotated[
+        float,
+        _duration("A request that takes this long is logged with its phases.", 0, live=True),
+    ] = 0.25
 
 
 class Attend(_Section, frozen=True):

@@ -46,10 +46,15 @@ class Problems(logging.Handler):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Meanwhile everything that this process logs is looked at."""
-        root = logging.getLogger()
-        root.addHandler(self)
+        """Meanwhile everything that tierkv and asyncio log is looked at.
+
+        Not at the root, whose handlers are replaced when the log is set up anew.
+        """
+        loggers = [logging.getLogger(name) for name in ("tierkv", "asyncio")]
+        for logger in loggers:
+            logger.addHandler(self)
         try:
             yield
         finally:
-            root.removeHandler(self)
+            for logger in loggers:
+                logger.removeHandler(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -56,6 +57,7 @@ class RequestHandler(Protocol):
 class Connection(asyncio.BufferedProtocol):
     """One worker. ``pid`` (0 from another pid namespace) and ``uid`` are the kernel's word.
 
+    ``received_s``: when bytes came last, monotonic.
     ``refused``: it was closed by us, for a reason that the worker may not have read yet.
 
     ``scratch_fd`` is memory of ``scratch_bytes`` shared with this worker alone, sealed in size; it
@@ -77,6 +79,7 @@ class Connection(asyncio.BufferedProtocol):
         self.uid = uid
         self.scratch_fd = scratch_fd
         self.scratch_bytes = scratch_bytes
+        self.received_s = 0.0
         self.refused = False
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._handler = handler
@@ -148,6 +151,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._decoder.writable()
 
     def buffer_updated(self, nbytes: int) -> None:
+        self.received_s = time.monotonic()
         self._decoder.received(nbytes)
         self._pump()
 

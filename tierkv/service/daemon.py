@@ -30,6 +30,7 @@ from tierkv.obs.history import History
 from tierkv.obs.log import setup as log_setup
 from tierkv.obs.metrics import Metrics
 from tierkv.obs.problems import Problems
+from tierkv.obs.slow import Slow
 from tierkv.obs.status import LoopStatus, StatusDocument, to_plain
 from tierkv.rpc.connection import ConnectionLimits
 from tierkv.rpc.listener import Listener, bind_socket
@@ -214,11 +215,13 @@ class _Daemon:
         operations = Operations(
             parts, self._lifecycle, self._reloader.run, config.server.operator_uids
         )
+        slow = Slow(config.log.slow_op_s)
         sessions = Sessions(
             parts,
             self._lifecycle,
             lambda: to_plain(self._document()),
             observer=self,
+            slow=slow,
             operations=operations,
         )
         self._reader.sessions = sessions
@@ -231,6 +234,7 @@ class _Daemon:
 
         def apply(config: Config) -> None:
             log_setup(config.log.level, config.log.format)
+            slow.slow_s = config.log.slow_op_s
             listener.admit(config.server.allowed_uids or None, _connection_limits(config))
             operations.operator_uids = config.server.operator_uids
             parts.apply(config, recovered.writer)
@@ -313,7 +317,7 @@ class _Daemon:
     # --- what the parts report --------------------------------------------------------------------
 
     def answered(self, verb: str, code: str, seconds: float) -> None:
-        """See sessions.Observer."""
+        """See call.Observer."""
         self._counters.answered(verb, code)
         self._metrics.rpc_duration[verb].observe(seconds)
         if verb == "reserve" and code in ("ok", "pool_exhausted"):

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -45,6 +45,16 @@ BEHIND_AT_ONCE = 2
 
 RETRY_FIRST_S = 1.0
 RETRY_MAX_S = 60.0
+
+
+class Note(Protocol):
+    """Hears that something ended: what, since when (monotonic), and about how many blocks."""
+
+    def __call__(self, name: str, began_s: float, blocks: int = 0) -> None: ...
+
+
+def _unheard(name: str, began_s: float, blocks: int = 0) -> None:
+    """Nobody wants to know."""
 
 
 class Lane:
@@ -149,8 +159,13 @@ class Engine:
 
     # --- flows ------------------------------------------------------------------------------------
 
-    def start(self, flow: Flow[T], done: Callable[[T | TierkvError], None]) -> None:
-        """Run a flow; ``done`` gets its result or its error, now or later."""
+    def start(
+        self, flow: Flow[T], done: Callable[[T | TierkvError], None], note: Note = _unheard
+    ) -> None:
+        """Run a flow; ``done`` gets its result or its error, now or later.
+
+        ``note`` hears of what it waited for, each time at the end.
+        """
         try:
             effect = flow.send(None)
         except StopIteration as stop:
@@ -166,7 +181,7 @@ class Engine:
         except Exception as error:
             self.on_broken(error)
             raise
-        task = asyncio.get_running_loop().create_task(self._finish(flow, effect, done))
+        task = asyncio.get_running_loop().create_task(self._finish(flow, effect, done, note))
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
 
@@ -186,13 +201,13 @@ class Engine:
         return await future
 
     async def _finish(
-        self, flow: Flow[T], effect: Effect, done: Callable[[T | TierkvError], None]
+        self, flow: Flow[T], effect: Effect, done: Callable[[T | TierkvError], None], note: Note
     ) -> None:
         while True:
             result: Any = None
             error: TierkvError | None = None
             try:
-                result = await self._perform(effect)
+                result = await self._perform(effect, note)
             except InvariantViolation:
                 raise
             except TierkvError as failed:
@@ -215,15 +230,21 @@ class Engine:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.on_broken(error)
 
-    async def _perform(self, effect: Effect) -> Any:
+    async def _perform(self, effect: Effect, note: Note) -> Any:
+        started = time.monotonic()
         if isinstance(effect, Wait):
             await _wait(effect.signal)
+            note("wait", started)
             return None
         if isinstance(effect, Move):
             # A slot freed by records of this turn must not be overwritten before they are logged.
             await self.journal.settle()
-        started = time.monotonic()
-        result = await self._carry_out(effect)
+            note("settle", started)
+            started = time.monotonic()
+        try:
+            result = await self._carry_out(effect)
+        finally:
+            note(_name_of(effect), started, len(effect.ids))
         if isinstance(effect, Move):
             seconds = time.monotonic() - started
             self.speeds.note(effect, self.planner.state.pools[effect.pool].block_bytes, seconds)
@@ -399,6 +420,12 @@ class Engine:
             await asyncio.wait(set(self._tasks))
         for lane in self._lanes.values():
             lane.close()
+
+
+def _name_of(effect: BytesEffect) -> str:
+    if isinstance(effect, Move):
+        return f"{effect.source.label}_to_{effect.target.label}"
+    return "read_headers" if isinstance(effect, ReadHeaders) else "check"
 
 
 async def _wait(signal: Signal) -> None:

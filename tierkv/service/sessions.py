@@ -7,7 +7,7 @@ import mmap
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -19,25 +19,20 @@ from tierkv.core.sequences import TableView
 from tierkv.core.storing import ToStore
 from tierkv.errors import (
     InvalidArgument,
-    LimitExceeded,
     NotReady,
     TierFailed,
     TierkvError,
     UnknownNamespace,
 )
+from tierkv.obs.slow import Slow
 from tierkv.obs.status import WorkerStatus
 from tierkv.rpc import messages as m
 from tierkv.rpc.connection import Connection
-from tierkv.rpc.wire import failure
 from tierkv.service.assembly import Parts
-from tierkv.service.journal import Journal
+from tierkv.service.call import Call, Observer
 from tierkv.service.lifecycle import DaemonState, Lifecycle
 from tierkv.service.operations import Operations
 from tierkv.tiers.entry import split_hashes
-
-LASTING = (m.Seal, m.Store, m.Flush)
-"""What is promised by the reply to these is on disk. Any other is about memory, or a lease on it:
-a worker that could hold us to it ends with the machine."""
 
 WITHOUT_LEASE = (
     m.OpenNamespace,
@@ -50,21 +45,11 @@ WITHOUT_LEASE = (
 )
 """What may be asked without a lease: all that takes hold of nothing."""
 
-VERB_NAMES: dict[type[m.Message], str] = {
-    verb: str(verb.__struct_config__.tag) for verb in get_args(m.Request)
-}
-
 PREFETCHES_MAX = 2
 """Chains that come up before somebody waits for them; for more there is no time."""
 
 SCRATCH_BYTES = 64 << 20
 """Query and output memory of one connection; only touched pages exist."""
-
-
-class Observer(Protocol):
-    """Who wants to know how requests went."""
-
-    def answered(self, verb: str, code: str, seconds: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,54 +74,6 @@ class Session:
     """Sequences that come up while the worker looks on."""
 
 
-class Call:
-    """One request on its way: holds its reply back until the journal releases it."""
-
-    __slots__ = (
-        "_code",
-        "_connection",
-        "_id",
-        "_journal",
-        "_observer",
-        "_reply",
-        "_started",
-        "_verb",
-    )
-
-    def __init__(
-        self,
-        observer: Observer,
-        journal: Journal,
-        connection: Connection,
-        request_id: int,
-        message: m.Request,
-    ) -> None:
-        self._observer = observer
-        self._journal = journal
-        self._connection = connection
-        self._id = request_id
-        self._verb = type(message)
-        self._started = time.monotonic()
-        self._code = "ok"
-        self._reply: m.Message
-
-    def done(self, result: m.Message | TierkvError) -> None:
-        """The request has been carried out, or has failed."""
-        if isinstance(result, TierkvError):
-            self._code = result.code
-            result = failure(result)
-        self._reply = result
-        self._journal.release(self._send, lasting=self._verb in LASTING)
-
-    def _send(self) -> None:
-        seconds = time.monotonic() - self._started
-        self._observer.answered(VERB_NAMES[self._verb], self._code, seconds)
-        try:
-            self._connection.reply(self._id, self._reply)
-        except LimitExceeded as error:  # of the reply's own size
-            self._connection.fail(error, self._id)
-
-
 class Sessions:
     """The daemon's ``RequestHandler``."""
 
@@ -146,6 +83,7 @@ class Sessions:
         lifecycle: Lifecycle,
         status: Callable[[], dict[str, Any]],
         observer: Observer,
+        slow: Slow,
         operations: Operations,
     ) -> None:
         self._engine = parts.engine
@@ -158,6 +96,7 @@ class Sessions:
         self._lifecycle = lifecycle
         self._status = status
         self._observer = observer
+        self._slow = slow
         self._operations = operations
         self._sessions: dict[Connection, Session] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -243,21 +182,22 @@ class Sessions:
         session = self._sessions[connection]
         if not session.lease and not isinstance(message, (m.Hello, *WITHOUT_LEASE)):
             raise InvalidArgument("this connection was opened without a lease, so it holds nothing")
-        call = Call(self._observer, self._engine.journal, connection, request_id, message)
+        journal = self._engine.journal
+        call = Call(self._observer, self._slow, journal, session, connection, request_id, message)
         flow = self._flows.get(type(message))
         if flow is not None:
             carried_out = flow(session, message)
             if self._attention.reading and (sequences := _let_go(message)):
                 carried_out = self._after_attention(session.lease, sequences, carried_out)
-            self._engine.start(carried_out, call.done)
+            self._engine.start(carried_out, call.done, call.note)
         elif isinstance(message, m.Hello):
-            self._engine.start(self._hello(session, connection, message), call.done)
+            self._engine.start(self._hello(session, connection, message), call.done, call.note)
         elif isinstance(message, m.Attend):
             self._start_attend(session, connection, message, call.done)
         elif isinstance(message, m.OperatorRequest):
             self._in_background(self._operate(connection, message, call.done))
         else:
-            self._in_background(self._flush(call.done))
+            self._in_background(self._flush(call))
 
     # --- verbs ------------------------------------------------------------------------------------
 
@@ -500,16 +440,20 @@ class Sessions:
         except TierkvError as error:
             done(error)
 
-    async def _flush(self, done: Callable[[m.Message | TierkvError], None]) -> None:
+    async def _flush(self, call: Call) -> None:
+        began_s = time.monotonic()
         try:
             await self._engine.everything_written()
+            call.note("write_behind", began_s)
+            began_s = time.monotonic()
             await self._checkpointer.run()
+            call.note("checkpoint", began_s)
         except TierkvError as error:
-            done(error)
+            call.done(error)
         except OSError as error:
-            done(TierFailed(f"flush: the checkpoint failed: {error}", tier=Tier.DISK.label))
+            call.done(TierFailed(f"flush: the checkpoint failed: {error}", tier=Tier.DISK.label))
         else:
-            done(m.Done())
+            call.done(m.Done())
 
     def _in_background(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
