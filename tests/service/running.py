@@ -169,14 +169,14 @@ class Daemon:
         """Its log so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    def get(self, path: str, tcp_port: int = 0) -> tuple[int, str]:
+    def get(self, path: str, tcp_port: int = 0, accept: str = "*/*") -> tuple[int, str]:
         """Status and body of an HTTP GET, over the Unix socket or a loopback port."""
         connection = http.client.HTTPConnection("127.0.0.1", tcp_port or 1, timeout=WAIT_S)
         if not tcp_port:
             connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.sock.connect(str(self.metrics_socket))
         try:
-            connection.request("GET", path)
+            connection.request("GET", path, headers={"Accept": accept})
             response = connection.getresponse()
             return response.status, response.read().decode()
         finally:

@@ -32,6 +32,9 @@ COMMANDS = {
     "config": _Command("tierkv.cli.config", "Show, check or print the configuration."),
     "verify": _Command("tierkv.cli.verify", "Check the log, the index and the blocks on disk."),
     "wal": _Command("tierkv.cli.wal", "Dump, measure, check and repair the log."),
+    "dashboard": _Command(
+        "tierkv.cli.dashboard", "Print the dashboard for Grafana and alerts for Prometheus."
+    ),
     "kernels": _Command("tierkv.cli.kernels", "Show and compile what attention runs on."),
     "torture": _Command("tierkv.cli.torture", "Kill a daemon under load; count what survives."),
     "bench": _Command("tierkv.cli.bench", "Measure speed against what the machine can do."),

@@ -335,6 +335,27 @@ class Log(_Section, frozen=True):
     ] = 0.25
 
 
+class Otel(_Section, frozen=True):
+    """Spans for OpenTelemetry, of requests and their phases. Needs the extra ``otel``."""
+
+    endpoint: Annotated[
+        str,
+        _text(
+            "Where a collector takes traces by OTLP over HTTP: http://127.0.0.1:4318/v1/traces.",
+            off=True,
+        ),
+    ] = ""
+    sample_every: Annotated[
+        int,
+        _setting(
+            Kind.COUNT,
+            "One request of so many becomes a span, and every slow one (log.slow_op_s) does; "
+            "0 = only those.",
+            at_least=0,
+        ),
+    ] = 1000
+
+
 class Attend(_Section, frozen=True):
     """Paged attention computed by the daemon for workers that ask for it."""
 
@@ -353,6 +374,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     index: Index = Index()
     metrics: Metrics = Metrics()
     log: Log = Log()
+    otel: Otel = Otel()
     attend: Attend = Attend()
 
 

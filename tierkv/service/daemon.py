@@ -31,6 +31,7 @@ from tierkv.obs.log import setup as log_setup
 from tierkv.obs.metrics import Metrics
 from tierkv.obs.problems import Problems
 from tierkv.obs.slow import Slow
+from tierkv.obs.spans import Spans
 from tierkv.obs.status import LoopStatus, StatusDocument, to_plain
 from tierkv.rpc.connection import ConnectionLimits
 from tierkv.rpc.listener import Listener, bind_socket
@@ -132,11 +133,13 @@ class _Daemon:
         self._metrics = Metrics(self._document, self._counters)
         self._problems = Problems()
         self._room = Room.of(config)
+        self._slow = Slow(config.log.slow_op_s)
 
     async def run(self) -> int:
         self._handle_signals()
         with contextlib.ExitStack() as leaving:
             leaving.enter_context(self._problems.watching())
+            self._slow = _slow(self._config, leaving)
             directory = StateDirectory.open(Path(self._config.server.state_dir))
             leaving.callback(directory.close)
             inherited = inherited_descriptors(os.environ)
@@ -215,13 +218,12 @@ class _Daemon:
         operations = Operations(
             parts, self._lifecycle, self._reloader.run, config.server.operator_uids
         )
-        slow = Slow(config.log.slow_op_s)
         sessions = Sessions(
             parts,
             self._lifecycle,
             lambda: to_plain(self._document()),
             observer=self,
-            slow=slow,
+            slow=self._slow,
             operations=operations,
         )
         self._reader.sessions = sessions
@@ -234,7 +236,7 @@ class _Daemon:
 
         def apply(config: Config) -> None:
             log_setup(config.log.level, config.log.format)
-            slow.slow_s = config.log.slow_op_s
+            self._slow.slow_s = config.log.slow_op_s
             listener.admit(config.server.allowed_uids or None, _connection_limits(config))
             operations.operator_uids = config.server.operator_uids
             parts.apply(config, recovered.writer)
@@ -485,6 +487,15 @@ class _Daemon:
             _flush_streams()
             os._exit(EXIT_FAILED)
         self._stop.set()
+
+
+def _slow(config: Config, leaving: contextlib.ExitStack) -> Slow:
+    """Who hears of slow requests; ended on leaving. Raises ConfigError."""
+    if not config.otel.endpoint:
+        return Slow(config.log.slow_op_s)
+    spans = Spans.sent_to(config.otel.endpoint)
+    leaving.callback(spans.close)
+    return Slow(config.log.slow_op_s, spans.add, config.otel.sample_every)
 
 
 def _connection_limits(config: Config) -> ConnectionLimits:
