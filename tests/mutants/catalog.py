@@ -71,20 +71,22 @@ WAL_SYNC = """        try:
         except (OSError, WalError) as error:
             self._journal.die(error)
             raise
+        self.on_sync(time.monotonic() - started)
 """
 DISK_SYNC = """        if self._disk is not None:
             try:
                 await self._in_thread(self._disk.sync)
             except (TierFull, TierFailed) as error:
                 # Waiting would bring nothing back: such copies are found out when they are read.
-                log.error("copies on disk may not survive power loss: %s", error)
+                extra = {"tier": "disk", "lsn": lsn}
+                log.error("copies on disk may not survive power loss: %s", error, extra=extra)
 """
 COMMIT = """        await self._in_thread(lambda: self._index.commit(content))
 """
 FORGET = """        try:
             await self._in_thread(lambda: self._writer.forget(lsn))
         except OSError as error:
-            log.warning("cannot remove old log segments: %s", error)
+            log.warning("cannot remove old log segments: %s", error, extra={"lsn": lsn})
 """
 STEPS = WAL_SYNC + DISK_SYNC + COMMIT + FORGET
 

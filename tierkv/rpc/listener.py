@@ -122,7 +122,8 @@ class Listener:
         pid, uid = _peer(sock)
         refusal = self._refusal(uid)
         if refusal is not None:
-            log.warning("refused worker pid=%d uid=%d: %s", pid, uid, refusal.message)
+            extra = {"pid": pid, "uid": uid}
+            log.warning("refused a worker: %s", refusal.message, extra=extra)
             _say_and_close(sock, encode(0, failure(refusal)))
             return
         greeting = self._handler.greeting()

@@ -50,7 +50,11 @@ class Computer:
         except (ValueError, TypeError, RuntimeError) as error:
             return InvalidArgument(f"attend: {error}")
         except Exception as error:  # it touches no state, so only these requests fail
-            log.exception("attend failed")
+            kind = jobs[0].kind
+            log.exception(
+                "attend failed",
+                extra={"pool": kind.pool, "layer": kind.layer, "requests": len(jobs)},
+            )
             return TierkvError(f"attend: {error!r}")
         return None
 

@@ -129,12 +129,13 @@ class Checkpointer:
                 await self._in_thread(self._disk.sync)
             except (TierFull, TierFailed) as error:
                 # Waiting would bring nothing back: such copies are found out when they are read.
-                log.error("copies on disk may not survive power loss: %s", error)
+                extra = {"tier": "disk", "lsn": lsn}
+                log.error("copies on disk may not survive power loss: %s", error, extra=extra)
         await self._in_thread(lambda: self._index.commit(content))
         try:
             await self._in_thread(lambda: self._writer.forget(lsn))
         except OSError as error:
-            log.warning("cannot remove old log segments: %s", error)
+            log.warning("cannot remove old log segments: %s", error, extra={"lsn": lsn})
 
     async def _in_thread(self, job: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, job)

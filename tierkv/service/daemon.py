@@ -301,7 +301,8 @@ class _Daemon:
                 try:
                     await checkpointer.run()
                 except (TierFull, TierFailed, OSError) as error:
-                    log.error("checkpoint failed, the log keeps everything: %s", error)
+                    extra = {"lsn": writer.appended_lsn, "last_lsn": checkpointer.last_lsn}
+                    log.error("checkpoint failed, the log keeps everything: %s", error, extra=extra)
                     await asyncio.sleep(1.0)
                 else:
                     await loop.run_in_executor(None, _keep_room, writer, ballast)
@@ -368,7 +369,8 @@ class _Daemon:
         """See assembly.Hooks."""
         if not isinstance(error, OSError | WalError):
             self.broken(error)
-        log.critical("the log cannot be written, stopping at once: %s", error)
+        extra = {"lsn": self._reader.writer.written_lsn} if self._reader is not None else {}
+        log.critical("the log cannot be written, stopping at once: %s", error, extra=extra)
         _flush_streams()
         os._exit(EXIT_IO)
 

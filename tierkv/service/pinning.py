@@ -58,7 +58,9 @@ class Pinning:
         try:
             await self._pin(gpu, slots)
         except DriverError as error:
-            log.warning("the host tier is not pinned, copies take longer: %s", error)
+            log.warning(
+                "the host tier is not pinned, copies take longer: %s", error, extra={"tier": "host"}
+            )
         else:
             log.info("the host tier is pinned", extra={"pinned_bytes": self.pinned_bytes})
 

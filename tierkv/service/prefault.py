@@ -124,7 +124,7 @@ class Prefault:
             return await self._step(tier)
         except (OSError, TierFull) as error:
             if not progress.short:
-                log.warning("cannot take all memory of the %s tier yet: %s", tier.label, error)
+                log.warning("cannot take all memory yet: %s", error, extra={"tier": tier.label})
             progress.short = True
             progress.retry_s = time.monotonic() + RETRY_S
             return False

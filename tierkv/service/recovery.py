@@ -283,7 +283,10 @@ def _go_on(
     budgets = budgets_of(config)
     before = state.row_set.used_count
     if not loaded.complete and state.leases:
-        log.warning("the log lacks some of what workers were told: their leases end")
+        log.warning(
+            "the log lacks some of what workers were told: their leases end",
+            extra={"lsn": reader.end.lsn, "leases": len(state.leases)},
+        )
     arenas = _open_arenas(site, state, opened, keep_device=loaded.complete)
     disk = site.open_disk(state.pools)
     if disk is not None:
@@ -318,7 +321,7 @@ def _go_on(
     try:
         writer.forget(lsn)
     except OSError as error:
-        log.warning("cannot remove old log segments: %s", error)
+        log.warning("cannot remove old log segments: %s", error, extra={"lsn": lsn})
     return Recovered(state, loaded.specs, index, writer, arenas, disk, lsn, report)
 
 
