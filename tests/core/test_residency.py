@@ -49,7 +49,7 @@ class World:
         at = np.array(rows)
         records = of_copies(Kind.DROP, tier, at, self.blocks.id[at].copy(), at)
         self.blocks.clear(self.blocks.drop(records))
-        self.residency.left(records)
+        self.residency.left(tier, records)
         self.look()
 
     def look(self) -> None:
@@ -192,3 +192,15 @@ def test_a_long_random_life_agrees_with_an_account_of_every_block() -> None:
     assert len(gone) > 50
     assert len(reused) > 50
     assert (world.reused, world.left, world.gone) == (reused, left, gone)
+
+
+def test_a_block_that_leaves_all_tiers_between_two_looks_has_left_each() -> None:
+    world = World()
+    world.make(SAMPLE, [3], Tier.DEVICE, Tier.HOST)
+    world.now_s, world.looking = 4.0, False
+    world.drop(Tier.DEVICE, [3])
+    world.drop(Tier.HOST, [3])
+    world.looking = True
+    world.look()
+    assert world.left == [(Tier.DEVICE, 4.0), (Tier.HOST, 4.0)]
+    assert world.gone == [4.0]

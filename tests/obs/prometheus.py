@@ -42,12 +42,12 @@ class Prometheus:
     """One that runs. ``query`` asks for the value of an expression now."""
 
     def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
-        self._url = f"http://127.0.0.1:{port}/api/v1"
+        self._url = f"http://127.0.0.1:{port}"
         self._process = process
 
     def get(self, path: str, **parameters: str) -> Any:
         """The data of an answer of its API; fails with its own words if it refuses."""
-        url = f"{self._url}/{path}?{urllib.parse.urlencode(parameters)}"
+        url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with LOCAL.open(url, timeout=WAIT_S) as answer:
                 return json.load(answer)["data"]
@@ -69,10 +69,10 @@ class Prometheus:
         """Whether it answers."""
         assert self._process.poll() is None, "prometheus ended"
         try:
-            self.get("status/buildinfo")
-        except OSError:
+            with LOCAL.open(f"{self._url}/-/ready", timeout=WAIT_S):
+                return True
+        except OSError:  # not there yet, or not ready
             return False
-        return True
 
 
 @contextmanager

@@ -142,7 +142,7 @@ class Placement:
         for to, blocks in enumerate(evicted.gone_to):
             self._count_evicted(tier, to, reason, blocks)
         self.commit(evicted.records, applied=True)
-        self.residency.left(evicted.records)
+        self.residency.left(tier, evicted.records)
         return True
 
     def unhold_slots(self, tier: Tier, pool: int, slots: I64) -> None:
@@ -284,7 +284,7 @@ class Placement:
         self.forget(tier, rows)
         self.commit(records)
         if for_pool is not None:
-            self.residency.left(records)
+            self.residency.left(tier, records)
         if tier in RAM_TIERS:
             for pool in distinct(pools[pools != for_pool]).tolist():
                 self.tables.punch(tier, pool, slots[pools == pool])
@@ -556,15 +556,18 @@ class Placement:
 
         ``found``: by a request that came upon them.
         """
-        if not len(rows):
-            return
-        self._move_to_front(rows)
-        self.residency.touched(rows.copy(), found=found)
+        if len(rows):
+            self.residency.touched(self._move_to_front(rows), found=found)
 
-    def _move_to_front(self, rows: I64) -> None:
+    def _move_to_front(self, rows: I64) -> I64:
+        """The least valuable first. Returns those that are in the device tier."""
+        in_device = NONE
         for tier in Tier:
             if self.state.budgets[tier]:
-                self.policies[tier].touch(rows[self.state.blocks.has_copy(rows, tier)])
+                here = rows[self.state.blocks.has_copy(rows, tier)]
+                self.policies[tier].touch(here)
+                in_device = here if tier is Tier.DEVICE else in_device
+        return in_device
 
     def ahead(self) -> list[Memory]:
         """The memory that the next blocks take: it should be there before they come. Mutates."""

@@ -8,22 +8,21 @@ So all times are exact to the time between two looks.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from tierkv.core.blocks import Blocks
-from tierkv.core.ids import I64, Tier
+from tierkv.core.ids import I64, U32, U64, Tier
 from tierkv.core.records import Records
 
 SAMPLE = 61
 """One block of so many is watched. A prime: the ids of a prompt's blocks follow each other, and
 prompts of equal length must not show the same place each time."""
 
-WATCHED_MAX = 65_536
+WATCHED_MAX = 16_384
 """Blocks watched at once. If that is too few, new ones go unwatched until older ones leave: the
 sample gets thinner, and stays a fair one."""
 
@@ -41,6 +40,10 @@ class _Watched:
     used_s: float
 
 
+_Happened = Callable[[int, int], None]
+"""Takes a block and its row."""
+
+
 class Residency:
     """Watches blocks from the slot they get to the last copy they lose. Times in seconds."""
 
@@ -55,9 +58,16 @@ class Residency:
         self._watched_max = watched_max
         self._watched: OrderedDict[int, _Watched] = OrderedDict()
         self._born = 0
-        self._notes: list[tuple[Callable[[Any], None], Any]] = []
+        self._happened: list[_Happened] = []
+        self._rows: list[I64 | U32] = []
+        """What was noted: what happened, to the blocks of which rows."""
+        self._named: list[tuple[int, U64]] = []
+        """By the number of a note: which blocks, where the rows may have others by now."""
         self._noted_rows = 0
+        self._leaving: list[int] = []
+        """Blocks that have left a tier since the last look, and maybe their last one."""
         self._now_s = 0.0
+        self._leave_by = {tier: partial(self._leave, tier) for tier in Tier}
 
     def __len__(self) -> int:
         return len(self._watched)
@@ -66,8 +76,12 @@ class Residency:
 
     def born(self, first_id: int, rows: I64) -> None:
         """These rows are fresh blocks, with ids that follow each other. Mutates."""
-        if -first_id % SAMPLE < len(rows):
-            self._note(partial(self._bear, first_id), rows)
+        first = -first_id % SAMPLE
+        if first < len(rows):
+            chosen = rows[first::SAMPLE]
+            ids = first_id + np.arange(first, len(rows), SAMPLE, dtype=np.uint64)
+            self._named.append((len(self._rows), ids))
+            self._note(self._bear, chosen)
 
     def touched(self, rows: I64, *, found: bool = False) -> None:
         """A worker uses these blocks or has let go of them; ``found``: a request came upon them.
@@ -76,9 +90,10 @@ class Residency:
         """
         self._note(self._reuse if found else self._use, rows)
 
-    def left(self, records: Records) -> None:
-        """Copies left a tier for want of room, as these DROP records say; keeps them. Mutates."""
-        self._note(self._leave, records)
+    def left(self, tier: Tier, records: Records) -> None:
+        """Copies left a tier for want of room, as its DROP records say; keeps them. Mutates."""
+        self._named.append((len(self._rows), records["id"]))
+        self._note(self._leave_by[tier], records["key"])
 
     # --- looking at it ----------------------------------------------------------------------------
 
@@ -89,55 +104,59 @@ class Residency:
         self._sweep(2 * self._born + 1)
         self._born = 0
 
-    def _note(self, happened: Callable[[Any], None], rows: I64 | Records) -> None:
-        self._notes.append((happened, rows))
+    def _note(self, happened: _Happened, rows: I64 | U32) -> None:
+        self._happened.append(happened)
+        self._rows.append(rows)
         self._noted_rows += len(rows)
-        if len(self._notes) >= NOTES_MAX or self._noted_rows >= NOTED_ROWS_MAX:
+        if len(self._rows) >= NOTES_MAX or self._noted_rows >= NOTED_ROWS_MAX:
             self._settle()
 
     def _settle(self) -> None:
-        for happened, rows in self._notes:
-            happened(rows)
-        self._notes.clear()
+        if not self._rows:
+            return
+        rows = np.concatenate(self._rows)
+        ends = np.cumsum(list(map(len, self._rows)))
+        ids = self._blocks.id[rows]  # 0 where a row was freed by now
+        for at, named in self._named:
+            ids[ends[at] - len(named) : ends[at]] = named
+        chosen = np.flatnonzero((ids % SAMPLE == 0) & (ids != 0))
+        notes = np.searchsorted(ends, chosen, "right")
+        for at, note in zip(chosen.tolist(), notes.tolist(), strict=True):
+            self._happened[note](int(ids[at]), int(rows[at]))
+        # By now all that was noted of a block that has ended has been looked at.
+        for block in self._leaving:
+            self._end(block)
+        for noted in (self._happened, self._rows, self._named, self._leaving):
+            noted.clear()
         self._noted_rows = 0
 
-    def _bear(self, first_id: int, rows: I64) -> None:
-        for at in range(-first_id % SAMPLE, len(rows), SAMPLE):
-            self._born += 1
-            self._watch(first_id + at, int(rows[at]), self._now_s)
+    def _bear(self, block: int, row: int) -> None:
+        self._born += 1
+        self._watch(block, row, self._now_s)
 
-    def _reuse(self, rows: I64) -> None:
-        for block, _ in self._sampled(rows):
-            if (watched := self._watched.get(block)) is not None:
-                self.on_reused(self._now_s - watched.used_s)
-        self._use(rows)
+    def _reuse(self, block: int, row: int) -> None:
+        if (watched := self._watched.get(block)) is not None:
+            self.on_reused(self._now_s - watched.used_s)
+        self._use(block, row)
 
-    def _use(self, rows: I64) -> None:
-        for block, row in self._sampled(rows):
-            watched = self._watched.get(block)
-            if watched is None:
-                self._watch(block, row, None)
-            else:
-                watched.used_s = self._now_s
+    def _use(self, block: int, row: int) -> None:
+        if (watched := self._watched.get(block)) is not None:
+            watched.used_s = self._now_s
+        else:
+            self._watch(block, row, None)
 
-    def _leave(self, records: Records) -> None:
-        ids = records["id"]
-        for at in np.flatnonzero(ids % SAMPLE == 0).tolist():
-            block, row = int(ids[at]), int(records["key"][at])
-            watched = self._watched.get(block)
-            if watched is None:
-                continue
-            self.on_left(Tier(int(records["tier"][at])), self._now_s - watched.used_s)
-            if not self._is_here(block, row):
-                del self._watched[block]
-                if watched.born_s is not None:
-                    self.on_gone(self._now_s - watched.born_s)
+    def _leave(self, tier: Tier, block: int, _row: int) -> None:
+        if (watched := self._watched.get(block)) is not None:
+            self.on_left(tier, self._now_s - watched.used_s)
+            self._leaving.append(block)
 
-    def _sampled(self, rows: I64) -> Iterator[tuple[int, int]]:
-        """Ids and rows of the watched kind; a row that was freed meanwhile has none."""
-        ids = self._blocks.id[rows]
-        for at in np.flatnonzero((ids % SAMPLE == 0) & (ids != 0)).tolist():
-            yield int(ids[at]), int(rows[at])
+    def _end(self, block: int) -> None:
+        """Forget a block if it has left its last tier."""
+        watched = self._watched.get(block)
+        if watched is not None and not self._is_here(block, watched.row):
+            del self._watched[block]
+            if watched.born_s is not None:
+                self.on_gone(self._now_s - watched.born_s)
 
     def _is_here(self, block: int, row: int) -> bool:
         """Whether the row still has this block, with any copy."""
