@@ -61,7 +61,7 @@ def timeline(code: str = "ok") -> Timeline:
 
 def test_a_request_is_a_span_and_its_phases_are_inside() -> None:
     exporter = InMemorySpanExporter()
-    spans = Spans(exporter)
+    spans = Spans(exporter, "1.2.3")
     spans.add(timeline())
     spans.close()
     moved, log, request = exporter.get_finished_spans()
@@ -80,7 +80,7 @@ def test_a_request_is_a_span_and_its_phases_are_inside() -> None:
 
 def test_a_refused_request_is_an_error() -> None:
     exporter = InMemorySpanExporter()
-    spans = Spans(exporter)
+    spans = Spans(exporter, "1.2.3")
     spans.add(timeline("pool_exhausted"))
     spans.close()
     request = exporter.get_finished_spans()[-1]
@@ -133,4 +133,4 @@ def test_without_the_libraries_the_daemon_says_what_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
     with pytest.raises(ConfigError, match=r"install tierkvd with the extra \"otel\""):
-        Spans.sent_to("http://127.0.0.1:4318/v1/traces")
+        Spans.sent_to("http://127.0.0.1:4318/v1/traces", "1.2.3")

@@ -28,6 +28,8 @@ def test_a_reload_turns_it_on_and_each_line_says_what_took_how_long(tmp_path: Pa
             with fill(ns, tokens(4, seed=900)) as sequence:
                 assert sequence.cached_tokens == 4 * BLOCK
             client.flush()
+        # A request is answered first, and then logged.
+        until(lambda: "slow request: flush" in daemon.said())
         lines = re.findall(r'slow request: (\w+)" (.*)', daemon.said())
         said = {verb: dict(re.findall(r"(\w+)=(\S+)", fields)) for verb, fields in lines}
         acquired = said["acquire"]

@@ -240,7 +240,7 @@ class Placement:
                 moving = ~blocks.has_copy(rows, Tier.HOST)
             else:
                 moving = ~self._backed(tier, rows)
-            yield from self.copy(tier, target, rows[moving], ids[moving], SPILL)
+            yield from self.copy(tier, target, rows[moving], ids[moving])
         rows = rows[(blocks.id[rows] == ids) & self._eligible(tier, rows)]
         loose = self._loose(tier, rows)
         if every(loose):
@@ -314,7 +314,9 @@ class Placement:
         """Most blocks of the pool in one move."""
         return max(1, min(MOVE_BLOCKS, move_bytes // self.state.pools[pool].block_bytes))
 
-    def copy(self, source: Tier, target: Tier, rows: I64, ids: U64, reason: str) -> Flow[int]:
+    def copy(
+        self, source: Tier, target: Tier, rows: I64, ids: U64, reason: str = SPILL
+    ) -> Flow[int]:
         """Give blocks another copy further down, as far as there is room; returns how many.
 
         ``reason``: for what others have to make that room; see ``counters.REASONS``.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from tierkv import __version__
 from tierkv.errors import ConfigError
 from tierkv.obs.timeline import Timeline
 
@@ -21,23 +20,25 @@ once or twice."""
 
 
 class Spans:
-    """Makes spans; a thread of the library's own hands them to ``exporter``, in batches.
+    """Makes spans of a daemon of this ``version``.
+
+    A thread of the library's own hands them to ``exporter``, in batches.
 
     If they are not taken, its queue is full at 2048 spans, and the oldest are dropped.
     """
 
-    def __init__(self, exporter: SpanExporter) -> None:
+    def __init__(self, exporter: SpanExporter, version: str) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        resource = Resource.create({"service.name": "tierkv", "service.version": __version__})
+        resource = Resource.create({"service.name": "tierkv", "service.version": version})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("tierkv", __version__)
+        self._tracer = self._provider.get_tracer("tierkv", version)
 
     @classmethod
-    def sent_to(cls, endpoint: str) -> Spans:
+    def sent_to(cls, endpoint: str, version: str) -> Spans:
         """Spans go to a collector, by OTLP over HTTP. Raises ConfigError without the libraries."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -46,7 +47,7 @@ class Spans:
                 f"otel.endpoint is {endpoint}, but {error.name} is not installed; install tierkvd "
                 'with the extra "otel", or set otel.endpoint to ""'
             ) from error
-        return cls(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S))
+        return cls(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S), version)
 
     def add(self, timeline: Timeline) -> None:
         """A request was answered."""

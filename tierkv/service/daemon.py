@@ -18,6 +18,7 @@ from typing import Any
 from tierkv_kernels.errors import KernelError
 from tierkv_wal import WalError, WalWriter
 
+from tierkv import __version__
 from tierkv.config.schema import Config
 from tierkv.core.counters import Counters
 from tierkv.core.effects import Move
@@ -395,8 +396,6 @@ class _Daemon:
 
     def _document(self) -> StatusDocument:
         if self._reader is None:
-            from tierkv import __version__
-
             return StatusDocument(
                 version=__version__,
                 state=self._lifecycle.state.value,
@@ -495,7 +494,7 @@ def _slow(config: Config, leaving: contextlib.ExitStack) -> Slow:
     """Who hears of slow requests; ended on leaving. Raises ConfigError."""
     if not config.otel.endpoint:
         return Slow(config.log.slow_op_s)
-    spans = Spans.sent_to(config.otel.endpoint)
+    spans = Spans.sent_to(config.otel.endpoint, __version__)
     leaving.callback(spans.close)
     return Slow(config.log.slow_op_s, spans.add, config.otel.sample_every)
 
