@@ -215,7 +215,7 @@ def test_why_blocks_were_evicted_and_how_long_they_had_been_unused() -> None:
         ns = client.namespace(SPEC)
         press(client, ns, 200, seed=70_000)
         client.flush()
-        early = tokens(4, seed=70_000 + 180)
+        early = tokens(4, seed=70_000 + 172)
         assert ns.lookup(early)[:4] == (4 * BLOCK, 0, 0, 4)
         promoted = fill(ns, early)
         large = client.namespace(msgspec.structs.replace(SPEC, model="large", layers=4))
