@@ -15,6 +15,8 @@ from tierkv.obs.declared import Type
 from tierkv.obs.metrics import Metrics
 from tierkv.obs.status import (
     ConfigStatus,
+    HeldStatus,
+    NamespaceStatus,
     RecoveredTier,
     RecoveryStatus,
     RoomStatus,
@@ -37,8 +39,23 @@ STATUS = StatusDocument(
             capacity_bytes=5000, used_bytes=500, blocks=5, free_ratio=0.9, state="failed"
         ),
     },
-    wal=WalStatus(segments=6, unsynced_bytes=640),
+    wal=WalStatus(segments=6, unsynced_bytes=640, since_checkpoint_bytes=320),
     in_flight=7,
+    only_in_ram_blocks=9,
+    namespaces=[
+        NamespaceStatus(
+            id=0,
+            model="m",
+            dtype="float32",
+            block_tokens=16,
+            block_bytes=4096,
+            tenant="acme",
+            blocks=3,
+            tiers={"host": HeldStatus(blocks=2, bytes=8192)},
+            lookup_tokens=64,
+            hit_tokens=32,
+        )
+    ],
     behind_blocks=8,
     room={"state": RoomStatus(path="/x", free_bytes=10, capacity_bytes=20)},
     config=ConfigStatus(ok=False, read_unix_s=1e9),
@@ -90,6 +107,12 @@ def test_numbers_of_the_status(metrics: Metrics) -> None:
         "tierkv_wal_unsynced_bytes": 640,
         "tierkv_rpc_in_flight": 7,
         "tierkv_behind_blocks": 8,
+        "tierkv_only_in_ram_blocks": 9,
+        "tierkv_wal_since_checkpoint_bytes": 320,
+        'tierkv_tenant_blocks{tenant="acme"}': 3,
+        'tierkv_tenant_tier_bytes{tenant="acme",tier="host"}': 8192,
+        'tierkv_tenant_lookup_tokens_total{tenant="acme"}': 64,
+        'tierkv_tenant_hit_tokens_total{tenant="acme"}': 32,
         'tierkv_room_free_bytes{directory="state"}': 10,
         'tierkv_room_capacity_bytes{directory="state"}': 20,
         "tierkv_config_reload_success": 0,

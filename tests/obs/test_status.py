@@ -25,7 +25,7 @@ def test_keys() -> None:
     ]  # fmt: skip
     assert list(plain["namespaces"][0]) == [
         "id", "model", "dtype", "block_tokens", "block_bytes", "tenant", "digest", "blocks",
-        "tiers",
+        "tiers", "lookup_tokens", "hit_tokens",
     ]  # fmt: skip
     assert list(plain["prefix"]) == [
         "lookup_tokens", "hit_tokens", "hit_ratio", "hit_tokens_by_tier",

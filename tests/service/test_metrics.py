@@ -245,6 +245,25 @@ def test_why_blocks_were_evicted_and_how_long_they_had_been_unused() -> None:
             assert total(daemon.metrics(), f"{name}_sum", **labels) < 60
 
 
+def test_tenants(daemon: Daemon, client) -> None:
+    ids = tokens(4, seed=890)
+    of_acme = msgspec.structs.replace(SPEC, tenant="acme")
+    acme = client.namespace(of_acme)
+    store(acme, ids)
+    store(acme, ids)
+    metrics = daemon.metrics()
+    assert total(metrics, "tierkv_tenant_blocks", tenant="acme") == 4
+    in_device = total(metrics, "tierkv_tenant_tier_bytes", tenant="acme", tier="device")
+    assert in_device == 4 * SPEC.block_bytes
+    assert total(metrics, "tierkv_tenant_lookup_tokens_total", tenant="acme") == 8 * BLOCK
+    assert total(metrics, "tierkv_tenant_hit_tokens_total", tenant="acme") == 4 * BLOCK
+    assert total(metrics, "tierkv_tenant_lookup_tokens_total") == total(
+        metrics, "tierkv_prefix_lookup_tokens_total"
+    )
+    (shown,) = [one for one in daemon.status()["namespaces"] if one["tenant"] == "acme"]
+    assert (shown["lookup_tokens"], shown["hit_tokens"]) == (8 * BLOCK, 4 * BLOCK)
+
+
 def test_room_on_the_file_systems_and_what_was_read_of_the_configuration(daemon: Daemon) -> None:
     metrics, status = daemon.metrics(), daemon.status()
     for directory, path in (("state", daemon.state), ("disk", daemon.state / "data")):

@@ -147,10 +147,10 @@ _DATA = (
         "warning",
         "5m",
         "time() - tierkv_checkpoint_timestamp_seconds > 600 and "
-        "increase(tierkv_wal_bytes_total[10m]) > 0",
+        "tierkv_wal_since_checkpoint_bytes > 0",
         "tierkv makes no checkpoints",
-        "The last one is {{ $value | humanizeDuration }} old though the log grows. Until there is "
-        "one the log cannot be cut, and the next recovery takes longer.",
+        "The last one is {{ $value | humanizeDuration }} old, and the log has grown since. Until "
+        "there is one the log cannot be cut, and the next recovery takes longer.",
     ),
     Alert(
         "TierkvWalGrows",

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tierkv.core.counters import REASONS
+from tierkv.core.residency import SAMPLE, WATCHED_MAX
+from tierkv.obs.alerts import ALERTS
 from tierkv.obs.declared import Type
 from tierkv.obs.table import METRICS
+from tierkv.obs.tenants import NOBODY, OTHERS, TENANTS_MAX
 
 MARKDOWN_PATH = Path("docs/METRICS.md")
 
@@ -42,6 +46,57 @@ since the daemon's start. Beside these there are `process_*` (memory, CPU, descr
 | --- | --- | --- | --- | --- |
 """
 
+_REASONS = """
+## Why blocks are evicted
+
+`reason` of `tierkv_eviction_count_total`: for what the room was needed, or what was wrong with the
+copy.
+
+| reason | meaning |
+| --- | --- |
+"""
+
+_COST = f"""
+## What it costs
+
+Counting adds to plain integers and to places of a list, some tens of nanoseconds each. Nothing is
+computed until somebody asks: a page takes a few milliseconds, so that it may be scraped every
+second.
+
+How long blocks live, how long they are unused and the time between two uses are measured on a
+sample: one block of {SAMPLE}, by its id, {WATCHED_MAX:,} at most at a time (about 5 MiB). What
+happens to blocks is noted when it happens and looked at ten times a second, so these times are
+exact to a tenth of a second.
+
+The first {TENANTS_MAX} tenants have labels of their own, the rest is `{OTHERS}`. Namespaces that do
+not say whose they are belong to `{NOBODY}`.
+
+No metric tells how much time to the first token was saved, for the daemon does not know how fast
+its workers compute. `tierkv_prefix_hit_tokens_total` counts the tokens that they did not have to:
+divide them by the rate at which your engine computes prompts.
+"""
+
+_ALERTS = """
+## Dashboard and alerts
+
+```console
+$ tierkv dashboard export > tierkv.json
+$ tierkv dashboard export --alerts > tierkv-alerts.yml
+```
+
+The first is for Grafana: a row for each question, as in "does it pay?" and "why were blocks
+evicted?". The second is for Prometheus: name it under `rule_files`. OPERATIONS.md says what to do
+about each alert.
+
+| alert | severity | for | summary |
+| --- | --- | --- | --- |
+"""
+
+_BUCKETS = """
+## Buckets of the histograms
+
+"""
+
 
 def markdown() -> str:
     """The text of docs/METRICS.md."""
@@ -56,7 +111,12 @@ def markdown() -> str:
         for metric in METRICS
         if metric.type is Type.HISTOGRAM
     ]
-    return "".join([_INTRO, *rows, "\n## Buckets of the histograms (seconds)\n\n", *buckets])
+    reasons = [f"| `{reason}` | {meaning} |\n" for reason, meaning in REASONS.items()]
+    alerts = [
+        f"| `{alert.name}` | {alert.severity} | {alert.holds} | {alert.summary} |\n"
+        for alert in ALERTS
+    ]
+    return "".join([_INTRO, *rows, _REASONS, *reasons, _COST, _ALERTS, *alerts, _BUCKETS, *buckets])
 
 
 if __name__ == "__main__":

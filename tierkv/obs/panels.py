@@ -303,15 +303,55 @@ _EVICTED = Row(
     ),
 )
 
+_WHO = Row(
+    "Who uses it?",
+    (
+        Panel(
+            "Tokens looked up by tenant",
+            "Per second.",
+            "short",
+            (Query(by("tenant", rate("tierkv_tenant_lookup_tokens_total")), "{{tenant}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "Hit ratio by tenant",
+            "For whom the cache pays.",
+            "percentunit",
+            (
+                Query(
+                    f"{by('tenant', rate('tierkv_tenant_hit_tokens_total'))} / "
+                    f"{by('tenant', rate('tierkv_tenant_lookup_tokens_total'))}",
+                    "{{tenant}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Bytes by tenant and tier",
+            "Who has the cache.",
+            "bytes",
+            (Query(by("tenant, tier", of("tierkv_tenant_tier_bytes")), "{{tenant}} in {{tier}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "Blocks by tenant",
+            "Each counted once, wherever its copies are.",
+            "short",
+            (Query(by("tenant", of("tierkv_tenant_blocks")), "{{tenant}}"),),
+            stacked=True,
+        ),
+    ),
+)
+
 _SAFE = Row(
     "Is the data safe?",
     (
         Panel(
             "Not on disk yet",
-            "Sealed blocks that wait to be written, and copies per second that were skipped.",
+            "Blocks that would end with the machine, and copies per second that were skipped.",
             "short",
             (
-                Query(by("", of("tierkv_behind_blocks")), "blocks that wait"),
+                Query(by("", of("tierkv_only_in_ram_blocks")), "blocks that are only in RAM"),
+                Query(by("", of("tierkv_behind_blocks")), "of these, sealed and waiting"),
                 Query(
                     by("", rate("tierkv_optional_copies_dropped_total")),
                     "copies skipped per second",
@@ -320,9 +360,12 @@ _SAFE = Row(
         ),
         Panel(
             "Log that power loss would take",
-            "What was appended and is not synced.",
+            "What was appended and is not synced; and what a recovery would have to read.",
             "bytes",
-            (Query(of("tierkv_wal_unsynced_bytes"), "{{instance}}"),),
+            (
+                Query(of("tierkv_wal_unsynced_bytes"), "{{instance}}"),
+                Query(of("tierkv_wal_since_checkpoint_bytes"), "{{instance}} since the checkpoint"),
+            ),
         ),
         Panel(
             "Age of the last checkpoint",
@@ -499,4 +542,4 @@ _LATENCY = Row(
     ),
 )
 
-ROWS = (_UP, _PAYS, _FULL, _EVICTED, _SAFE, _LATENCY)
+ROWS = (_UP, _PAYS, _FULL, _EVICTED, _WHO, _SAFE, _LATENCY)

@@ -77,7 +77,8 @@ class NamespaceStatus(msgspec.Struct, kw_only=True):
     """One namespace: which model's blocks, whose, how large one is, and what lies where.
 
     ``model`` and ``tenant`` are empty if only the ``digest`` (hex) outlived the index. ``blocks``
-    counts each once, ``tiers`` each copy; in a large store they are some seconds old.
+    counts each once, ``tiers`` each copy; in a large store they are some seconds old. Tokens are
+    those looked up and found since the start.
     """
 
     id: int
@@ -89,6 +90,8 @@ class NamespaceStatus(msgspec.Struct, kw_only=True):
     digest: str = ""
     blocks: int = 0
     tiers: dict[str, HeldStatus] = {}
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
 
 
 class WorkerStatus(msgspec.Struct, kw_only=True):

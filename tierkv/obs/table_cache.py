@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tierkv.core.counters import Counters
 from tierkv.core.residency import SAMPLE
 from tierkv.obs.declared import Declared, Read, Sample, Type, counted, decades, value
 from tierkv.obs.status import StatusDocument
+from tierkv.obs.tenants import Tenant, by_tenant
 
 
 def _tier(field: str) -> Read:
@@ -20,6 +21,18 @@ def _in_service(counters: Counters, status: StatusDocument) -> Iterable[Sample]:
     for name, tier in status.tiers.items():
         if tier.state != "off":
             yield (name,), float(tier.state == "ok")
+
+
+def _tenant(read: Callable[[Tenant], int]) -> Read:
+    return lambda counters, status: [
+        ((label,), read(tenant)) for label, tenant in by_tenant(status.namespaces).items()
+    ]
+
+
+def _tenant_tiers(counters: Counters, status: StatusDocument) -> Iterable[Sample]:
+    for label, tenant in by_tenant(status.namespaces).items():
+        for tier, size_bytes in tenant.tier_bytes.items():
+            yield (label, tier), size_bytes
 
 
 def _memory(field: str) -> Read:
@@ -207,6 +220,13 @@ _TIERS = (
         counted(lambda counters: counters.breaker_trips),
     ),
     Declared(
+        "tierkv_only_in_ram_blocks",
+        Type.GAUGE,
+        "Blocks without a copy on disk, those that are being filled among them.",
+        "What the end of the machine would cost.",
+        read=value(lambda counters, status: status.only_in_ram_blocks),
+    ),
+    Declared(
         "tierkv_behind_blocks",
         Type.GAUGE,
         "Sealed blocks that wait to be written to the disk tier.",
@@ -237,6 +257,41 @@ _TIERS = (
     ),
 )
 
+_TENANTS = (
+    Declared(
+        "tierkv_tenant_blocks",
+        Type.GAUGE,
+        "Blocks of a tenant's namespaces, each counted once.",
+        "Who has the cache.",
+        ("tenant",),
+        _tenant(lambda tenant: tenant.blocks),
+    ),
+    Declared(
+        "tierkv_tenant_tier_bytes",
+        Type.GAUGE,
+        "Bytes that a tenant's blocks take in a tier.",
+        "Who has which tier.",
+        ("tenant", "tier"),
+        _tenant_tiers,
+    ),
+    Declared(
+        "tierkv_tenant_lookup_tokens_total",
+        Type.COUNTER,
+        "Prompt tokens that a tenant's workers looked up.",
+        "Who asks most.",
+        ("tenant",),
+        _tenant(lambda tenant: tenant.lookup_tokens),
+    ),
+    Declared(
+        "tierkv_tenant_hit_tokens_total",
+        Type.COUNTER,
+        "Prompt tokens that a tenant's workers found.",
+        "For whom the cache pays.",
+        ("tenant",),
+        _tenant(lambda tenant: tenant.hit_tokens),
+    ),
+)
+
 _SAMPLED = f"One block of {SAMPLE} is watched, by its id."
 
 _RESIDENCY = (
@@ -264,4 +319,4 @@ _RESIDENCY = (
     ),
 )
 
-CACHE = (*_BRIEF, *_PREFIX, *_TIERS, *_RESIDENCY)
+CACHE = (*_BRIEF, *_PREFIX, *_TIERS, *_TENANTS, *_RESIDENCY)

@@ -99,6 +99,13 @@ _WAL = (
         read=value(lambda counters, status: status.wal.unsynced_bytes),
     ),
     Declared(
+        "tierkv_wal_since_checkpoint_bytes",
+        Type.GAUGE,
+        "Log written since the last checkpoint.",
+        "What a recovery would have to read.",
+        read=value(lambda counters, status: status.wal.since_checkpoint_bytes),
+    ),
+    Declared(
         "tierkv_wal_segments",
         Type.GAUGE,
         "Segment files of the log.",

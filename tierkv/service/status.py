@@ -134,12 +134,14 @@ class StatusReader:
 
     def _namespaces(self) -> list[NamespaceStatus]:
         state = self.parts.planner.state
+        tokens = self.parts.planner.placement.counters.namespace_tokens
         found = []
         counts = self.census.counts()
         for namespace, entry in state.namespaces.items():
             pool, shape = entry.pool, state.pools[entry.pool]
             blocks, *copies = counts[namespace].tolist()
             spec = self.parts.namespaces.spec(namespace)
+            lookup_tokens, hit_tokens = tokens.get(namespace, (0, 0))
             found.append(
                 NamespaceStatus(
                     id=namespace,
@@ -156,6 +158,8 @@ class StatusReader:
                         )
                         for tier in Tier
                     },
+                    lookup_tokens=lookup_tokens,
+                    hit_tokens=hit_tokens,
                 )
             )
         return found
