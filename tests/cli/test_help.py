@@ -84,7 +84,7 @@ def test_every_option_says_what_it_does(name: str) -> None:
             assert parameter.help, f"{name} {parameter.opts}"
 
 
-QUICK = ("status", "stat", "top", "config", "completion", "doctor")
+QUICK = ("status", "stat", "top", "reload", "drain", "unit", "config", "completion", "doctor")
 """Commands that people wait for: none of them takes a library with it that it may not need."""
 
 HEAVY = ("torch", "numpy", "lmdb", "prometheus_client", "rich", "asyncio", "uvloop", "ctypes")
@@ -102,7 +102,9 @@ def test_quick_commands_import_nothing_heavy(name: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
 
 
-@pytest.mark.parametrize("arguments", [["status"], ["stat"], ["status", "--socket", "/none"]])
+@pytest.mark.parametrize(
+    "arguments", [["status"], ["stat"], ["status", "--socket", "/none"], ["reload"], ["drain"]]
+)
 def test_asking_a_daemon_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
         "import sys\n"

@@ -45,6 +45,44 @@ def manager(tmp_path: Path) -> Iterator[Manager]:
     manager.sock.close()
 
 
+def test_signs_of_life_come_as_often_as_the_manager_asks(manager: Manager) -> None:
+    extra = {"NOTIFY_SOCKET": str(manager.path), "WATCHDOG_USEC": "300000"}
+    with running(extra=extra):
+        for _ in range(3):
+            manager.seen.clear()
+            manager.wait_for("WATCHDOG=1")
+
+
+def test_a_reload_is_announced(manager: Manager) -> None:
+    """systemd waits from RELOADING=1, with the time of that, to the next READY=1."""
+    with running(extra={"NOTIFY_SOCKET": str(manager.path)}) as daemon:
+        manager.wait_for("READY=1")
+        manager.seen.clear()
+        before_us = time.monotonic_ns() // 1000
+        daemon.signal(signal.SIGHUP)
+        manager.wait_for("READY=1")
+        begin = manager.seen.index("RELOADING=1")
+        assert begin < manager.seen.index("READY=1")
+        (since,) = [line for line in manager.seen if line.startswith("MONOTONIC_USEC=")]
+        assert before_us <= int(since.partition("=")[2]) <= time.monotonic_ns() // 1000
+
+
+def test_asked_by_a_signal_it_says_how_it_is() -> None:
+    with running() as daemon:
+        daemon.signal(signal.SIGUSR1)
+        until(lambda: "asked how it is: serving: " in daemon.said(), "for its answer")
+        assert "wal_durable_lsn=" in daemon.said()
+
+
+def test_an_abort_shows_what_every_thread_is_at() -> None:
+    """The watchdog of systemd ends a daemon that hangs by SIGABRT."""
+    with running() as daemon:
+        daemon.signal(signal.SIGABRT)
+        assert daemon.wait() == -signal.SIGABRT
+        assert "Fatal Python error: Aborted" in daemon.said()
+        assert "Thread 0x" in daemon.said()
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_notifications(manager: Manager, loop: str) -> None:
     extra = {"NOTIFY_SOCKET": str(manager.path), "TIERKV_LOOP": loop}
@@ -54,8 +92,10 @@ def test_notifications(manager: Manager, loop: str) -> None:
         # Ready means ready: the very first attempt to connect succeeds.
         with tierkv.connect(daemon.socket, timeout_s=1) as client:
             assert client.stat()["state"] == "serving"
-        assert "STATUS=serving, 0 blocks recovered" in manager.seen
-        assert any(line.startswith("STATUS=recovering") for line in manager.seen)
+        assert any(line.startswith("STATUS=serving: 0 leases, device") for line in manager.seen)
+        assert any(line.startswith("STATUS=recovering: ") for line in manager.seen)
+        assert "EXTEND_TIMEOUT_USEC=30000000" in manager.seen
+        assert not any(line.startswith("WATCHDOG") for line in manager.seen)
         assert "STOPPING=1" not in manager.seen
         daemon.signal(signal.SIGTERM)
         manager.wait_for("STOPPING=1")

@@ -1,22 +1,28 @@
-"""A real systemd that runs the shipped unit, in namespaces of its own (see sandbox.sh)."""
+"""A real systemd that runs the shipped units, in namespaces of its own (see sandbox.sh)."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import tierkv
+from tests.service.running import run_cli
 from tierkv.client.sync import Client
 
 ROOT = Path(__file__).parents[2]
 UNIT = "tierkv.service"
+SOCKETS = ("tierkv.socket", "tierkv-metrics.socket")
+LOG = "/var/lib/tierkv/log"
+SETTINGS_FILE = "/etc/tierkv/tierkv.toml"
 NAMESPACES = ("--mount", "--pid", "--cgroup", "--uts", "--ipc", "--net")
 WAIT_S = 30.0
 """Longest wait for something that must happen; only a failing test reaches it."""
@@ -45,20 +51,37 @@ def _cgroups() -> Path | None:
     return None
 
 
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 class Sandbox:
     """A context manager: within, systemd runs and has started the unit, with these settings.
 
-    ``settings`` is the text of tierkv.toml.
+    ``settings`` is the text of tierkv.toml, ``drop_in`` that of a drop-in for the service;
+    ``shipped`` names drop-ins of ours that are installed, too.
     """
 
-    def __init__(self, settings: str) -> None:
+    def __init__(self, settings: str, drop_in: str = "", shipped: Sequence[str] = ()) -> None:
         cgroups = _cgroups()
         assert cgroups is not None
         self._folder = Path(tempfile.mkdtemp(prefix="tierkv-systemd-"))
         self._cgroup = cgroups / self._folder.name
         self._console = self._folder / "console"
         self._process: subprocess.Popen[bytes] | None = None
-        (self._folder / "tierkv.toml").write_text(settings)
+        self._install(settings, drop_in, shipped)
+
+    def _install(self, settings: str, drop_in: str, shipped: Sequence[str]) -> None:
+        chosen = [part for name in shipped for part in ("--drop-in", name)]
+        command = ("--command", "/usr/bin/tierkv", "--root", str(self._folder / "installed"))
+        done = run_cli("unit", "install", *command, *chosen)
+        assert done.returncode == 0, done.stderr
+        etc = self._folder / "installed/etc"
+        (etc / "tierkv/tierkv.toml").write_text(settings)
+        if drop_in:
+            folder = etc / f"systemd/system/{UNIT}.d"
+            folder.mkdir(exist_ok=True)
+            (folder / "of-the-test.conf").write_text(drop_in)
 
     def __enter__(self) -> Self:
         self._cgroup.mkdir()
@@ -69,7 +92,7 @@ class Sandbox:
             "CODE": str(ROOT),
             "SITE": sysconfig.get_path("platlib"),
             "PYTHON": sys.base_prefix,
-            "SETTINGS": str(self._folder / "tierkv.toml"),
+            "INSTALLED": str(self._folder / "installed"),
         }
         with self._console.open("wb") as console:
             self._process = subprocess.Popen(
@@ -95,57 +118,118 @@ class Sandbox:
 
     def run(self, *command: str) -> str:
         """Run a command inside; returns what it printed."""
-        return self._enter(*command).stdout
+        done = self.attempt(*command)
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}\n{self.last_words()}"
+        return done.stdout
 
-    def show(self, name: str) -> str:
-        """A property of the unit, as systemd tells it."""
-        return self.run("systemctl", "show", f"--property={name}", "--value", UNIT).strip()
+    def attempt(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """The same, whether or not it succeeds."""
+        return self._enter(*command, check=False)
 
-    def wait_for(self, **properties: Any) -> None:
+    def start(self, *command: str) -> subprocess.Popen[bytes]:
+        """Start a command inside, with no output."""
+        return subprocess.Popen(
+            self._entering(*command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    def end(self, started: subprocess.Popen[bytes]) -> None:
+        """Kill a command that was started, and wait for its end."""
+        for child in _children(started.pid):
+            os.kill(child, signal.SIGKILL)
+        started.wait(WAIT_S)
+
+    def systemctl(self, *arguments: str) -> str:
+        return self.run("systemctl", *arguments)
+
+    def show(self, name: str, unit: str = UNIT) -> str:
+        """A property of a unit, as systemd tells it."""
+        return self.systemctl("show", f"--property={name}", "--value", unit).strip()
+
+    def wait_for(self, unit: str = UNIT, **properties: Any) -> None:
         """Return once the unit has these properties."""
+        names = list(properties)
+        wanted = {name: str(value) for name, value in properties.items()}
+        self.until(lambda: self._show_early(unit, names) == wanted, f"for {properties}")
+
+    def until(self, condition: Callable[[], Any], what: str = "") -> Any:
+        """The first true value of ``condition``."""
         deadline = time.monotonic() + WAIT_S
-        while any(self._show_early(name) != str(value) for name, value in properties.items()):
-            assert time.monotonic() < deadline, f"waited for {properties}:\n{self.last_words()}"
-            time.sleep(0.05)
+        while not (value := condition()):
+            assert time.monotonic() < deadline, f"waited in vain {what}:\n{self.last_words()}"
+            time.sleep(0.02)
+        return value
+
+    @property
+    def main_pid(self) -> str:
+        """The daemon's process, as it is called inside."""
+        return self.show("MainPID")
 
     def kill_daemon(self) -> None:
         """kill -9, and wait until systemd has started the next one."""
         restarts = int(self.show("NRestarts"))
-        self.run("kill", "-9", self.show("MainPID"))
+        self.run("kill", "-9", self.main_pid)
         self.wait_for(NRestarts=restarts + 1, ActiveState="active")
 
     def restart(self) -> None:
         """systemctl restart: the daemon ends in good order."""
-        self.run("systemctl", "restart", UNIT)
+        self.systemctl("restart", UNIT)
 
-    def connect(self) -> Client:
+    def configure(self, settings: str) -> None:
+        """Write tierkv.toml anew."""
+        self.path(SETTINGS_FILE).write_text(settings)
+
+    def path(self, inside: str) -> Path:
+        """A path of inside, as it is called outside."""
+        return Path(f"/proc/{self._init()}/root{inside}")
+
+    @property
+    def socket(self) -> Path:
+        """Where workers connect, from outside."""
+        return self.path("/run/tierkv/tierkv.sock")
+
+    def connect(self, **options: Any) -> Client:
         """A worker's connection, from outside."""
-        socket = f"/proc/{self._init()}/root/run/tierkv/tierkv.sock"
-        return tierkv.connect(socket, timeout_s=10, reconnect_s=WAIT_S)
+        patience = {"timeout_s": 10, "reconnect_s": WAIT_S} | options
+        return tierkv.connect(self.socket, **patience)
+
+    def get(self, page: str) -> tuple[int, str]:
+        """Status and body of a page, by the metrics socket."""
+        found = self.run(
+            "curl", "--silent", "--unix-socket", "/run/tierkv/metrics.sock",
+            "--write-out", "\n%{http_code}", f"http://localhost{page}",
+        )  # fmt: skip
+        body, _, status = found.rpartition("\n")
+        return int(status), body
+
+    def log(self) -> str:
+        """What all daemons have said so far."""
+        return self._enter("cat", LOG, check=False).stdout
 
     def last_words(self) -> str:
         """What systemd and the daemon said."""
         said = self._console.read_text(errors="replace")
-        log = self._enter("cat", "/var/lib/tierkv/log", check=False).stdout
-        return f"{said[-2000:]}\n{log[-4000:]}"
+        return f"{said[-2000:]}\n{self.log()[-4000:]}"
 
-    def _show_early(self, name: str) -> str:
-        """A property of the unit; empty while systemd does not answer yet."""
-        show = ("systemctl", "show", f"--property={name}", "--value", UNIT)
-        return self._enter(*show, check=False).stdout.strip()
+    def _show_early(self, unit: str, names: Sequence[str]) -> Mapping[str, str]:
+        """Properties of a unit; nothing while systemd does not answer yet."""
+        shown = self._enter(
+            "systemctl", "show", f"--property={','.join(names)}", unit, check=False
+        ).stdout.splitlines()
+        return dict(line.split("=", 1) for line in shown if "=" in line)
 
     def _enter(self, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        entering = self._entering(*command)
+        return subprocess.run(entering, check=check, capture_output=True, text=True)
+
+    def _entering(self, *command: str) -> list[str]:
         assert self._process is not None
         assert self._process.poll() is None, f"it ended: {self._console.read_text()}"
-        entering = ["nsenter", f"--target={self._init()}", "--all", *command]
-        return subprocess.run(entering, check=check, capture_output=True, text=True)
+        return ["nsenter", f"--target={self._init()}", "--all", *command]
 
     def _init(self) -> int:
         """Process 1 of the sandbox, as it is called outside."""
         assert self._process is not None
-        pid = self._process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(children[0]) if children else pid
+        return next(iter(_children(self._process.pid)), self._process.pid)
 
     def _remove_cgroup(self) -> None:
         deadline = time.monotonic() + WAIT_S

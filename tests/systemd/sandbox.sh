@@ -1,16 +1,16 @@
 #!/bin/bash
 # A private systemd as process 1 of new namespaces, over an overlay of this machine's root, with
-# tierkv and its unit installed as the unit's readme says. Nothing it does is seen outside. To end
-# it, kill this process: all others go with it, and what they had mounted.
+# tierkv installed. Nothing it does is seen outside. To end it, kill this process: all others go
+# with it, and what they had mounted.
 #
-# Needs: CGROUP   an empty cgroup (v2) directory of its own
-#        WORK     an empty directory
-#        CODE     the checkout
-#        SITE     a directory with the packages that the daemon imports
-#        PYTHON   the prefix of the interpreter that those were installed for
-#        SETTINGS the configuration file
+# Needs: CGROUP    an empty cgroup (v2) directory of its own
+#        WORK      an empty directory
+#        CODE      the checkout
+#        SITE      a directory with the packages that the daemon imports
+#        PYTHON    the prefix of the interpreter that those were installed for
+#        INSTALLED a directory with what `tierkv unit install` wrote
 set -eu
-export CGROUP WORK CODE SITE PYTHON SETTINGS
+export CGROUP WORK CODE SITE PYTHON INSTALLED
 echo $$ > "$CGROUP/cgroup.procs"
 exec unshare --mount --pid --fork --cgroup --uts --ipc --net --kill-child --propagation private \
   bash -euc '
@@ -54,12 +54,17 @@ export PYTHONPATH=code:code/wal:code/kernels:site LD_LIBRARY_PATH=python/lib
 exec python/bin/python3 -P -m tierkv "$@" 2>> "$STATE_DIRECTORY/log"
 COMMAND
 chmod 755 "$root/usr/bin/tierkv"
-systemd-sysusers --root="$root" "$CODE/systemd/tierkv.sysusers.conf"
+# What tierkv unit install wrote: units, drop-ins and the user of the daemon.
+systemd-sysusers --root="$root" "$INSTALLED/etc/sysusers.d/tierkv.conf"
 mkdir -p "$root/etc/tierkv"
-cp "$SETTINGS" "$root/etc/tierkv/tierkv.toml"
+cp "$INSTALLED/etc/tierkv/tierkv.toml" "$root/etc/tierkv/tierkv.toml"
 chmod 644 "$root/etc/tierkv/tierkv.toml"
-cp "$CODE/systemd/tierkv.service" "$root/run/units/"
+cp -r "$INSTALLED"/etc/systemd/system/. "$root/run/units/"
+mkdir -p "$root/run/units/sockets.target.wants"
 ln -s ../tierkv.service "$root/run/units/multi-user.target.wants/"
+for name in tierkv tierkv-metrics; do
+  ln -s "../$name.socket" "$root/run/units/sockets.target.wants/"
+done
 
 cd "$root"
 mkdir .old

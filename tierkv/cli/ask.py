@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from tierkv.config.paths import SYSTEM_SOCKET
-from tierkv.errors import NotReady, ProtocolError, Unavailable
+from tierkv.config.paths import SYSTEM_SOCKET, own_socket, own_state_dir
+from tierkv.errors import ConfigError, NotReady, ProtocolError, Unavailable
 from tierkv.obs.status import StatusDocument, from_plain
 from tierkv.rpc.ask import ask
 from tierkv.rpc.messages import Stat, Status
@@ -49,7 +49,12 @@ class Daemon:
         # Imported late: it takes as long as the question itself.
         from tierkv.cli.options import load_paths
 
-        config = load_paths()
+        try:
+            config = load_paths()
+        except ConfigError:
+            # The daemon that runs has read another one, and can say what is wrong with this.
+            own = own_socket(os.getuid(), os.environ, own_state_dir(os.getuid(), os.environ))
+            return cls(own, _beside(own))
         if not Path(config.server.socket).exists() and Path(SYSTEM_SOCKET).exists():
             return cls(SYSTEM_SOCKET, _beside(SYSTEM_SOCKET))
         return cls(config.server.socket, config.metrics.socket)

@@ -260,7 +260,7 @@ class Client:
             by_s = patience.attempt_by_s(self._limits.timeout_s)
             try:
                 async with asyncio.timeout(by_s - time.monotonic()):
-                    self._link = await self._attempt()
+                    self._link = await self._attempt(patience.greeting_by_s(by_s))
             except (ConnectionLost, NotReady, TimeoutError) as error:
                 delay_s = next(delays_s)
                 if not patience.may_wait(delay_s):
@@ -270,17 +270,18 @@ class Client:
             self._link.close()
         return self._link
 
-    async def _attempt(self) -> Link:
+    async def _attempt(self, greeting_by_s: float) -> Link:
         loop = asyncio.get_running_loop()
         self._core.let_go()
         opening = Opening()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
-            await loop.sock_connect(sock, os.fspath(self._path))
-            while opening.greeting is None:
-                await _readable(sock)
-                opening.receive(sock)
+            async with asyncio.timeout(greeting_by_s - time.monotonic()):
+                await loop.sock_connect(sock, os.fspath(self._path))
+                while opening.greeting is None:
+                    await _readable(sock)
+                    opening.receive(sock)
             arena, scratch = opening.memory(self._core.arena, populate=self._populate)
             link = Link(opening.decoder)
             await loop.create_unix_connection(lambda: link, sock=sock)

@@ -11,6 +11,11 @@ TICK_S = 0.2
 second system call per receive; the kernel's own costs none, but is set once."""
 
 
+GREETING_S = 0.05
+"""A daemon that is there greets sooner, unless it is very busy. So long waits even who waits for
+none that is gone."""
+
+
 class Limits(NamedTuple):
     """What ``connect`` was told: see there."""
 
@@ -60,6 +65,14 @@ class Patience:
     def attempt_by_s(self, attempt_s: float) -> float:
         """When an attempt to connect that begins now ends, at most ``attempt_s`` long."""
         return min(time.monotonic() + attempt_s, self.answer_by_s, self._end_s)
+
+    def greeting_by_s(self, attempt_by_s: float) -> float:
+        """When the daemon must have greeted within such an attempt.
+
+        A socket that a service manager keeps takes connections while no daemon runs. So who does
+        not greet may be gone, and is waited for as such.
+        """
+        return min(attempt_by_s, time.monotonic() + max(self._away_s, GREETING_S))
 
     def may_wait(self, delay_s: float) -> bool:
         """Whether to wait so long for a daemon that is gone. If so, it is about to."""

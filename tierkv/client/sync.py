@@ -274,7 +274,7 @@ class Client:
             if self._closed:
                 raise Unavailable("this client is closed")
             try:
-                self._link = self._attempt(patience.attempt_by_s(self._limits.timeout_s))
+                self._link = self._attempt(patience)
             except (ConnectionLost, NotReady) as error:
                 delay_s = next(delays_s)
                 if not patience.may_wait(delay_s):
@@ -285,15 +285,17 @@ class Client:
                 self._link.close()
             return self._link
 
-    def _attempt(self, deadline: float) -> Link:
+    def _attempt(self, patience: Patience) -> Link:
+        deadline = patience.attempt_by_s(self._limits.timeout_s)
+        greeting_by_s = patience.greeting_by_s(deadline)
         self._core.let_go()
         opening = Opening()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            sock.settimeout(max(greeting_by_s - time.monotonic(), 0.001))
             sock.connect(os.fspath(self._path))
             while opening.greeting is None:
-                sock.settimeout(max(deadline - time.monotonic(), 0.001))
+                sock.settimeout(max(greeting_by_s - time.monotonic(), 0.001))
                 opening.receive(sock)
             arena, scratch = opening.memory(self._core.arena, populate=self._populate)
             link = Link(sock, opening.decoder, self._limits.tick_s)

@@ -304,6 +304,19 @@ class Index(_Section, frozen=True):
     ] = 16 * GiB
 
 
+class Recovery(_Section, frozen=True):
+    """What a start does with what the last daemon left."""
+
+    on_repeated_failure: Annotated[
+        Literal["cold", "refuse"],
+        _text(
+            "After three starts in a row that died before they served, not told to: cold = move "
+            "the log and the index into the quarantine and start with an empty cache, refuse = "
+            "end with status 78, so that a person looks first."
+        ),
+    ] = "cold"
+
+
 class Metrics(_Section, frozen=True):
     """Where /metrics, /healthz, /readyz and /status.json are served."""
 
@@ -372,6 +385,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     disk: Disk = Disk()
     wal: Wal = Wal()
     index: Index = Index()
+    recovery: Recovery = Recovery()
     metrics: Metrics = Metrics()
     log: Log = Log()
     otel: Otel = Otel()

@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
+from socket import socket as Socket  # "socket" is a path here
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,6 +28,9 @@ HEADER_BYTES_MAX = 8192
 REQUEST_TIMEOUT_S = 5.0
 CONNECTIONS_MAX = 64
 SOCKET_MODE = 0o660
+
+_KEEP_FILE: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
+"""Later versions of Python remove the socket's file when the server closes."""
 
 _TEXT = "text/plain; charset=utf-8"
 _HTML = "text/html; charset=utf-8"
@@ -68,10 +73,12 @@ class Exporter:
         self.tcp_port = 0
         """The TCP port in use; 0 = none."""
 
-    async def start(self, *, tcp: str = "", socket: str = "") -> None:
+    async def start(self, *, tcp: str = "", socket: str = "", passed: Socket | None = None) -> None:
         """Listen on a loopback "host:port" and on a Unix socket's path; empty = not there.
 
-        A socket file that is in the way is replaced. Raises ConfigError if it cannot listen.
+        A socket file that is in the way is replaced. ``passed``: a Unix socket that listens
+        already takes the place of that path; its file stays. Raises ConfigError if it cannot
+        listen.
         """
         limit = HEADER_BYTES_MAX
         try:
@@ -87,7 +94,13 @@ class Exporter:
                 'choose another port, or "" for none'
             ) from error
         try:
-            if socket:
+            if passed is not None:
+                # Its own descriptor, for closing the server closes it.
+                server = await asyncio.start_unix_server(
+                    self._accept, sock=passed.dup(), limit=limit, **_KEEP_FILE
+                )
+                self._servers.append(server)
+            elif socket:
                 server = await asyncio.start_unix_server(self._accept, socket, limit=limit)
                 self._servers.append(server)
                 self._socket_path = Path(socket)

@@ -25,6 +25,7 @@ from tierkv.service.pinning import Pinning
 from tierkv.service.prefault import Prefault
 from tierkv.service.recovered import Recovered
 from tierkv.service.recovery import unverified_rows
+from tierkv.service.watchdog import Pulse
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.mover import Mover
@@ -94,6 +95,11 @@ class Parts:
         self.leases.await_workers()
         if write_through:
             self.engine.write_all_behind()
+
+    @property
+    def pulses(self) -> Mapping[str, Pulse]:
+        """Of the threads without which nothing goes on."""
+        return {"the log's writer": self.journal.pulse, "the movers": self.engine.pulse}
 
     def apply(self, config: Config, writer: WalWriter) -> None:
         """Take over the live settings of a new configuration."""

@@ -11,14 +11,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tierkv_kernels.errors import KernelError
 from tierkv_wal import WalError, WalWriter
 
 from tierkv import __version__
+from tierkv.config.change import Change
 from tierkv.config.schema import Config
 from tierkv.core.counters import Counters
 from tierkv.core.effects import Move
@@ -35,8 +36,10 @@ from tierkv.obs.slow import Slow
 from tierkv.obs.spans import Spans
 from tierkv.obs.status import LoopStatus, StatusDocument, to_plain
 from tierkv.rpc.connection import ConnectionLimits
-from tierkv.rpc.listener import Listener, bind_socket
+from tierkv.rpc.listener import Listener
+from tierkv.service.announce import Announcer
 from tierkv.service.assembly import assemble
+from tierkv.service.attempts import Attempts
 from tierkv.service.ballast import Ballast
 from tierkv.service.checkpoint import Checkpointer
 from tierkv.service.engine import Engine
@@ -58,12 +61,15 @@ from tierkv.service.runtime import (
     watched_collector,
 )
 from tierkv.service.sessions import Sessions
-from tierkv.service.status import StatusReader
+from tierkv.service.sockets import Sockets, open_sockets, start_exporter
+from tierkv.service.status import StatusReader, short_facts
 from tierkv.service.store import StateDirectory
-from tierkv.service.systemd import Notifier, inherited_descriptors, take_socket
+from tierkv.service.systemd import Notifier, inherited_descriptors
+from tierkv.service.watchdog import feed, period_s
 from tierkv.tiers.numa import choose, memory_nodes
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -78,9 +84,6 @@ DRAIN_S = 30.0
 
 SLOW_SYNC_S = 1.0
 """A sync of the log that takes this long is worth a warning."""
-
-PROGRESS_S = 2.0
-"""How often the service manager hears how far recovery is."""
 
 
 def run(config: Config, read: Callable[[], Config]) -> int:
@@ -120,19 +123,22 @@ class _Daemon:
     def __init__(self, config: Config, read: Callable[[], Config]) -> None:
         self._config = config
         self._reloader = Reloader(config, read)
+        self._reloader.apply = _set_up_log
         self._reloading: set[asyncio.Task[None]] = set()
         self._lifecycle = Lifecycle()
         self._counters = Counters()
         self._notifier = Notifier(os.environ.get("NOTIFY_SOCKET", ""))
+        self._announcer = Announcer(self._notifier)
         self._stop = asyncio.Event()
         self._exit_code = EXIT_OK
         self._started = time.monotonic()
-        self._next_progress_s = 0.0
         self._progress = Progress()
+        self._progress.tell("opening the store", 0, 0)
         self._history = History()
         self._reader: StatusReader | None = None
         self._metrics = Metrics(self._document, self._counters)
         self._problems = Problems()
+        self._attempts: Attempts | None = None
         self._room = Room.of(config)
         self._slow = Slow(config.log.slow_op_s)
 
@@ -144,7 +150,7 @@ class _Daemon:
             directory = StateDirectory.open(Path(self._config.server.state_dir))
             leaving.callback(directory.close)
             inherited = inherited_descriptors(os.environ)
-            listening = _listening_socket(self._config, take_socket(inherited), leaving)
+            sockets = open_sockets(self._config, inherited, leaving)
             fd_store = FdStore(self._notifier, inherited)
             leaving.callback(fd_store.close)
             arena = self._config.arena
@@ -156,13 +162,13 @@ class _Daemon:
             else:
                 fd_store.give_back()
                 machine = RealMachine(numa=numa, gpu=gpu)
-            await self._recover_and_serve(directory, listening, machine)
+            await self._recover_and_serve(directory, sockets, machine)
         self._lifecycle.enter(DaemonState.STOPPED)
         log.info("stopped")
         return self._exit_code
 
     async def _recover_and_serve(
-        self, directory: StateDirectory, listening: socket.socket, machine: Machine
+        self, directory: StateDirectory, sockets: Sockets, machine: Machine
     ) -> None:
         exporter = Exporter(
             exposition=self._metrics.exposition,
@@ -172,21 +178,29 @@ class _Daemon:
         )
         try:
             self._lifecycle.enter(DaemonState.RECOVERING)
-            await _start_exporter(exporter, self._config)
+            await start_exporter(exporter, self._config, sockets.pages)
             # On a thread, so that health and metrics answer meanwhile. Workers that connect wait in
             # the socket's backlog until the listener runs.
             ballast = Ballast(machine.storage, str(directory.path), self._config.wal.segment_bytes)
-            recovered = await asyncio.get_running_loop().run_in_executor(
-                None, self._recover, directory, machine, ballast
-            )
-            await self._serve(recovered, ballast, listening, exporter.tcp_port)
+            attempts = Attempts(directory)
+            aside = attempts.set_aside(self._config.recovery.on_repeated_failure)
+            with attempts.counting():
+                self._attempts = attempts
+                recovered = await self._while(
+                    asyncio.get_running_loop().run_in_executor(
+                        None, self._recover, directory, machine, ballast
+                    ),
+                    self._announcer.keep_asking_for_time(lambda: f"recovering: {self._progress}"),
+                )
+                recovered.report.quarantined += [str(path) for path in aside]
+                await self._serve(recovered, ballast, sockets.workers, exporter.tcp_port)
         finally:
             await exporter.close()
 
     def _recover(self, directory: StateDirectory, machine: Machine, ballast: Ballast) -> Recovered:
         try:
             recovered = ballast.backing(
-                lambda: recover(self._config, directory, self._tell_progress, machine)
+                lambda: recover(self._config, directory, self._progress.tell, machine)
             )
         except OSError as error:
             raise TierFailed(
@@ -205,7 +219,7 @@ class _Daemon:
         listening: socket.socket,
         metrics_port: int,
     ) -> None:
-        config = self._config
+        config = self._reloader.config
         parts = assemble(config, recovered, self._counters, self)
         self._reader = StatusReader(
             config,
@@ -216,9 +230,7 @@ class _Daemon:
             self._started,
             self._room,
         )
-        operations = Operations(
-            parts, self._lifecycle, self._reloader.run, config.server.operator_uids
-        )
+        operations = Operations(parts, self._lifecycle, self._reload, config.server.operator_uids)
         sessions = Sessions(
             parts,
             self._lifecycle,
@@ -231,20 +243,22 @@ class _Daemon:
         listener = Listener(
             listening,
             sessions,
-            uids=config.server.allowed_uids or None,
+            uids=_admitted(config),
             limits=_connection_limits(config),
         )
 
         def apply(config: Config) -> None:
-            log_setup(config.log.level, config.log.format)
+            _set_up_log(config)
             self._slow.slow_s = config.log.slow_op_s
-            listener.admit(config.server.allowed_uids or None, _connection_limits(config))
+            listener.admit(_admitted(config), _connection_limits(config))
             operations.operator_uids = config.server.operator_uids
             parts.apply(config, recovered.writer)
 
         self._reloader.apply = apply
         parts.begin(recovered.state.epoch, write_through=config.disk.write == "through")
         keep_objects()
+        if self._attempts is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._attempts.served)
         self._lifecycle.enter(DaemonState.SERVING)
         self._announce(recovered, metrics_port)
         with watched_collector(self._metrics.gc_pause):
@@ -256,19 +270,34 @@ class _Daemon:
                 self._tick(recovered.writer, ballast, parts.checkpointer, parts.planner.placement),
                 watch_loop(self._metrics.loop_turn, self._metrics.loop_delay),
                 self._history.record(self._document),
+                self._announcer.keep_telling(self._in_short),
+                feed(self._notifier, period_s(os.environ), parts.pulses),
             )
         operations.stop()
         if self._lifecycle.state is not DaemonState.DRAINING:
             self._lifecycle.enter(DaemonState.DRAINING)
         log.info("stopping: what is only in RAM goes to disk")
-        self._notifier.send("STOPPING=1", "STATUS=draining")
+        self._announcer.stopping()
         # Workers see end-of-file and come back to the next daemon: their leases stay in the log.
         parts.leases.close()
         await listener.close()
-        await _drain(parts.engine, parts.checkpointer)
+        await self._while(
+            _drain(parts.engine, parts.checkpointer),
+            self._announcer.keep_asking_for_time(
+                lambda: f"stopping: {parts.engine.unwritten_blocks:,} blocks to be written to disk"
+            ),
+        )
         await self._note_status()
         await parts.close()
         recovered.close()
+
+    async def _while(self, work: Awaitable[T], beside: Coroutine[Any, Any, None]) -> T:
+        """The result of the work, with something else going on beside it until then."""
+        going_on = asyncio.ensure_future(beside)
+        try:
+            return await work
+        finally:
+            going_on.cancel()
 
     async def _until_stopped(self, *work: Any) -> None:
         """Run the background work until a signal; its failure is the daemon's."""
@@ -370,6 +399,7 @@ class _Daemon:
         """See assembly.Hooks."""
         if not isinstance(error, OSError | WalError):
             self.broken(error)
+        self._forgive_this_start()
         extra = {"lsn": self._reader.writer.written_lsn} if self._reader is not None else {}
         log.critical("the log cannot be written, stopping at once: %s", error, extra=extra)
         _flush_streams()
@@ -380,6 +410,7 @@ class _Daemon:
         if isinstance(error, GpuFailed):
             # What lies on the GPU is lost; all that was acknowledged is in the log, the host tier
             # and on disk, and only a new process gets a driver that works.
+            self._forgive_this_start()
             log.critical("the GPU failed, stopping at once: %s", error, extra={"tier": "device"})
             _flush_streams()
             os._exit(EXIT_IO)
@@ -436,13 +467,8 @@ class _Daemon:
         if reader.parts.disk is not None:
             self._counters.disk_read_errors = reader.parts.disk.read_errors
 
-    def _tell_progress(self, what: str, done: int, total: int) -> None:
-        """See progress.Tell; on the thread of the recovery."""
-        self._progress.tell(what, done, total)
-        now_s = time.monotonic()
-        if now_s >= self._next_progress_s:
-            self._next_progress_s = now_s + PROGRESS_S
-            self._notifier.send(f"STATUS=recovering: {self._progress}")
+    def _in_short(self) -> str:
+        return self._reader.in_short() if self._reader is not None else self._lifecycle.state.value
 
     def _announce(self, recovered: Recovered, metrics_port: int) -> None:
         report = recovered.report
@@ -463,7 +489,7 @@ class _Daemon:
                 "disk_bytes": self._config.disk.bytes,
             },
         )
-        self._notifier.send("READY=1", f"STATUS=serving, {report.blocks} blocks recovered")
+        self._announcer.serving(self._in_short())
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -471,16 +497,27 @@ class _Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._told_to_stop)
         loop.add_signal_handler(signal.SIGHUP, self._told_to_reload)
+        loop.add_signal_handler(signal.SIGUSR1, self._told_to_speak)
 
     def _told_to_reload(self) -> None:
-        task = asyncio.get_running_loop().create_task(self._reload())
+        task = asyncio.get_running_loop().create_task(self._reload_unasked())
         self._reloading.add(task)
         task.add_done_callback(self._reloading.discard)
 
-    async def _reload(self) -> None:
+    async def _reload_unasked(self) -> None:
         # What is wrong is in the log; there is nobody else to tell.
         with contextlib.suppress(ConfigError):
-            await self._reloader.run()
+            await self._reload()
+
+    async def _reload(self) -> Change:
+        if self._reader is None:
+            # The manager waits for the end of the start, and takes the end of a reload for it.
+            return await self._reloader.run()
+        with self._announcer.reloading(self._in_short):
+            return await self._reloader.run()
+
+    def _told_to_speak(self) -> None:
+        log.info("asked how it is: %s", self._in_short(), extra=short_facts(self._document()))
 
     def _told_to_stop(self) -> None:
         if self._stop.is_set():
@@ -488,6 +525,25 @@ class _Daemon:
             _flush_streams()
             os._exit(EXIT_FAILED)
         self._stop.set()
+        # Should it be killed before its start has ended, then because it was told to.
+        self._forgive_this_start()
+
+    def _forgive_this_start(self) -> None:
+        """It ends before it serves, but not by what is on disk."""
+        if self._attempts is not None and self._lifecycle.state is DaemonState.RECOVERING:
+            self._attempts.forgive()
+
+
+def _set_up_log(config: Config) -> None:
+    log_setup(config.log.level, config.log.format)
+
+
+def _admitted(config: Config) -> frozenset[int] | None:
+    """Who may connect, if that is restricted: those who may operate the daemon, too."""
+    server = config.server
+    if not server.allowed_uids:
+        return None
+    return frozenset({*server.allowed_uids, *server.operator_uids, os.geteuid()})
 
 
 def _slow(config: Config, leaving: contextlib.ExitStack) -> Slow:
@@ -521,38 +577,6 @@ def _gpu(config: Config) -> Gpu | None:
         ) from error
     log.info("the device tier is memory of a GPU", extra={"gpu": gpu.name, "index": gpu.index})
     return gpu
-
-
-def _listening_socket(
-    config: Config, inherited: socket.socket | None, leaving: contextlib.ExitStack
-) -> socket.socket:
-    """The inherited socket, or our own, whose file is removed on leaving."""
-    listening = inherited
-    if listening is None:
-        listening = _own_socket(Path(config.server.socket))
-        leaving.callback(Path(config.server.socket).unlink, missing_ok=True)
-    leaving.callback(listening.close)
-    return listening
-
-
-def _own_socket(path: Path) -> socket.socket:
-    _make_parent("server.socket", path)
-    return bind_socket(path)
-
-
-def _make_parent(key: str, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{key}: cannot make {path.parent}: {error.strerror}; choose another path"
-        ) from error
-
-
-async def _start_exporter(exporter: Exporter, config: Config) -> None:
-    if config.metrics.socket:
-        _make_parent("metrics.socket", Path(config.metrics.socket))
-    await exporter.start(tcp=config.metrics.tcp, socket=config.metrics.socket)
 
 
 def _prepare_spare(writer: WalWriter) -> None:

@@ -26,6 +26,7 @@ from tierkv.errors import InvariantViolation, TierFailed, TierFull, TierkvError
 from tierkv.service.journal import Journal
 from tierkv.service.runtime import step_back
 from tierkv.service.speeds import Speeds
+from tierkv.service.watchdog import Pulse
 from tierkv.tiers.mover import BytesEffect, Mover
 
 log = logging.getLogger(__name__)
@@ -58,16 +59,21 @@ def _unheard(name: str, began_s: float, blocks: int = 0) -> None:
 
 
 class Lane:
-    """A bounded queue in front of a few threads."""
+    """A bounded queue in front of a few threads, whose ``pulse`` tells how long they take."""
 
-    def __init__(self, name: str, threads: int, begin: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, name: str, threads: int, pulse: Pulse, begin: Callable[[], None] | None = None
+    ) -> None:
+        self._pulse = pulse
         self._pool = ThreadPoolExecutor(threads, name, begin)
         self._places = asyncio.Semaphore(JOBS_IN_FLIGHT * threads)
 
     async def run(self, job: Callable[[], T]) -> T:
         """Run the job on a thread of the lane."""
         async with self._places:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, job)
+            return await asyncio.get_running_loop().run_in_executor(
+                self._pool, self._pulse.watched(job)
+            )
 
     def close(self) -> None:
         """Wait for the threads to end."""
@@ -133,12 +139,14 @@ class Engine:
         self._write_through = write_through
         self._durable_seal = durable_seal
         self.queue_blocks = queue_blocks
+        self.pulse = Pulse()
+        """Of the threads of all lanes."""
         self._lanes = {
-            "copy": Lane("tierkv-copy", 1),
-            "read": Lane("tierkv-read", 2),
+            "copy": Lane("tierkv-copy", 1, self.pulse),
+            "read": Lane("tierkv-read", 2, self.pulse),
             # One brings the next blocks while the other's are logged. Nobody waits for them, unless
             # seals are to be durable.
-            "write": Lane("tierkv-write", 2, None if durable_seal else step_back),
+            "write": Lane("tierkv-write", 2, self.pulse, None if durable_seal else step_back),
         }
         self._behind: deque[tuple[I64, U64, int]] = deque()
         """Rows, ids and payload bytes of batches of blocks."""

@@ -22,6 +22,7 @@ from tierkv_wal import WalDead, WalWriter
 from tierkv.core.records import Kind, Records
 from tierkv.core.state import State
 from tierkv.errors import LimitExceeded
+from tierkv.service.watchdog import Pulse
 
 _INDEPENDENT = (Kind.DROP, Kind.PLACE, Kind.SEQ_CLOSE)
 """Records that mean the same whether or not their neighbours survive a crash with them."""
@@ -63,6 +64,8 @@ class Journal:
         self._syncing = False
         self._dead = False
         self._sync_thread = ThreadPoolExecutor(1, "tierkv-wal-sync")
+        self.pulse = Pulse()
+        """Of the thread that syncs."""
 
     def commit(self, records: Records, *, applied: bool = False) -> None:
         """Apply records and put them into the turn's frame. Mutates the state.
@@ -207,7 +210,7 @@ class Journal:
         self._syncing = True
         loop = asyncio.get_running_loop()
         started = loop.time()
-        future = loop.run_in_executor(self._sync_thread, self._writer.sync)
+        future = loop.run_in_executor(self._sync_thread, self.pulse.watched(self._writer.sync))
         future.add_done_callback(lambda done: self._synced(done, loop.time() - started))
 
     def _synced(self, done: asyncio.Future[int], seconds: float) -> None:

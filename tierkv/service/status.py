@@ -37,6 +37,7 @@ from tierkv.service.recovered import RecoveryReport
 from tierkv.service.room import Room
 from tierkv.service.sessions import Sessions
 from tierkv.tiers.arena import Arena
+from tierkv.units import about_bytes, format_ratio
 
 
 @dataclass
@@ -105,6 +106,19 @@ class StatusReader:
             ),
             room=self.room.status,
         )
+
+    def in_short(self) -> str:
+        """One line for whoever asks the service manager: no more than a look at some numbers."""
+        state, counters = self.parts.planner.state, self.parts.planner.placement.counters
+        tiers = ", ".join(
+            f"{tier.label} {about_bytes(state.used_bytes(tier))} of {about_bytes(budget)}"
+            for tier, budget in state.budgets.items()
+            if budget
+        )
+        out_of_service = ", disk OUT OF SERVICE" if self.parts.engine.breaker.open else ""
+        leases = "1 lease" if len(state.leases) == 1 else f"{len(state.leases)} leases"
+        hits = f", {format_ratio(counters.hit_window.ratio)} hits" if counters.lookup_tokens else ""
+        return f"{self.lifecycle.state.value}: {leases}, {tiers}{hits}{out_of_service}"
 
     def _tier(self, tier: Tier) -> TierStatus:
         state = self.parts.planner.state
@@ -192,3 +206,21 @@ def _recovery(report: RecoveryReport, arenas: Mapping[Tier, Arena]) -> RecoveryS
         tiers=dict(tiers),
         adopted_bytes={tier.label: arena.adopted_bytes for tier, arena in arenas.items()},
     )
+
+
+def short_facts(document: StatusDocument) -> dict[str, object]:
+    """What one line of the log tells of the daemon's state."""
+    return {
+        "epoch": document.epoch,
+        "uptime_s": round(document.uptime_s),
+        "blocks": document.blocks,
+        "leases": document.leases,
+        "sequences": document.sequences,
+        "connections": document.connections,
+        "used_bytes": ",".join(f"{name}:{one.used_bytes}" for name, one in document.tiers.items()),
+        "hit_ratio": document.prefix.hit_ratio,
+        "wal_lsn": document.wal.appended_lsn,
+        "wal_durable_lsn": document.wal.durable_lsn,
+        "checkpoint_age_s": document.checkpoint.age_s,
+        "loop_turn_max_s": document.loop.turn_max_s,
+    }

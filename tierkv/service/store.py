@@ -4,6 +4,7 @@ LOCK         flock'ed for the daemon's life
 FORMAT       JSON, one page: format version, store uuid, segment size, sizes chosen, xxh3_64
 wal/         the log           index/   checkpoints (LMDB)
 data/        segment files (elsewhere if disk.dir says so)
+STARTS       how many starts in a row died before they served
 quarantine/  what recovery refused, kept for inspection
 """
 
@@ -124,15 +125,22 @@ class StateDirectory:
         """
         body = msgspec.json.encode(content)
         check = xxhash.xxh3_64_hexdigest(body).encode()
-        draft = str(self.path / (FORMAT_NAME + ".tmp"))
+        self.replace(FORMAT_NAME, body + b"\n" + check + b"\n")
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Replace a small file of the directory. Raises OSError.
+
+        Crash: the old file or the new one, whole.
+        """
+        draft = str(self.path / f"{name}.tmp")
         storage = self._storage
         fd = storage.open(draft, create=True, truncate=True)
         try:
-            storage.pwrite(fd, body + b"\n" + check + b"\n", 0)
+            storage.pwrite(fd, content, 0)
             storage.fdatasync(fd)
         finally:
             storage.close(fd)
-        storage.rename(draft, str(self.path / FORMAT_NAME))
+        storage.rename(draft, str(self.path / name))
         storage.fsync_dir(str(self.path))
 
     def set_aside(self, path: Path) -> Path | None:

@@ -85,15 +85,19 @@ def inherited_descriptors(environment: Mapping[str, str]) -> list[Inherited]:
     return found
 
 
-def take_socket(inherited: list[Inherited], name: str = "rpc") -> socket.socket | None:
-    """The listening socket that systemd opened for us, or None.
+def take_socket(
+    inherited: list[Inherited], name: str, *, or_any: bool = False
+) -> socket.socket | None:
+    """The listening socket that systemd opened for us and calls ``name``, or None.
 
-    With several sockets, the one called ``name`` (FileDescriptorName=), else the first. Removes
-    it from ``inherited``.
+    (FileDescriptorName=.) With ``or_any`` the first one if none is called so. Removes it from
+    ``inherited``.
     """
     sockets = [one for one in inherited if stat.S_ISSOCK(os.fstat(one.fd).st_mode)]
-    if not sockets:
+    chosen = next((one for one in sockets if one.name == name), None)
+    if chosen is None and or_any and sockets:
+        chosen = sockets[0]
+    if chosen is None:
         return None
-    chosen = next((one for one in sockets if one.name == name), sockets[0])
     inherited.remove(chosen)
     return socket.socket(fileno=chosen.fd)
