@@ -107,6 +107,14 @@ def break_and_mend(daemon: Daemon, disk: SmallDisk, break_, mend, why: str) -> N
         with pytest.raises(TierFailed):
             client.flush()
         assert daemon.get("/readyz")[0] == 200
+        metrics = daemon.metrics()
+        assert metrics['tierkv_tier_in_service{tier="disk"}'] == 0
+        assert metrics['tierkv_tier_trips_total{tier="disk"}'] == 1
+        (problem,) = [
+            one for one in daemon.status()["problems"] if "out of service" in one["message"]
+        ]
+        assert (problem["level"], problem["fields"]["tier"]) == ("error", "disk")
+        assert why in problem["message"]
 
         # Under pressure blocks without another copy go to the host tier, not to nowhere.
         store(ns, tokens(SEGMENT_BLOCKS, seed=302))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.service.blocks import BLOCK, SPEC, fill, press, sized, tokens
-from tests.service.running import running, until
+from tests.service.blocks import BLOCK, SPEC, fill, press, sized, store, tokens
+from tests.service.running import Daemon, running, until
 
 
 def test_a_reload_turns_it_on_and_each_line_says_what_took_how_long(tmp_path: Path) -> None:
@@ -50,3 +55,38 @@ def test_a_reload_turns_it_on_and_each_line_says_what_took_how_long(tmp_path: Pa
         assert problem["count"] >= 3
         assert problem["message"].startswith("slow request: ")
         assert problem["fields"]["worker"] == "worker-7"
+
+
+@contextmanager
+def slow_drive(daemon: Daemon) -> Iterator[None]:
+    """Meanwhile each sync of the daemon takes more than a second."""
+    command = ["strace", "-f", "-o", os.devnull, "-e", "trace=fdatasync"]
+    command += ["-e", "inject=fdatasync:delay_enter=1100000", "-p", str(daemon.pid)]
+    tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert tracer.stderr is not None
+    assert "attached" in tracer.stderr.readline()
+    yield
+    tracer.terminate()
+    tracer.communicate()
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("strace") is None,
+    reason="needs strace, and root to trace a process that is not its child",
+)
+def test_a_slow_drive_is_named_and_so_is_the_seal_that_waited_for_it() -> None:
+    settings = sized(8, 0, 64, **{"wal.durability": "power", "wal.checkpoint_s": "1h"})
+    with running(settings) as daemon, daemon.connect() as client:
+        ns = client.namespace(SPEC)
+        with slow_drive(daemon):
+            store(ns, tokens(2, seed=950))
+            until(lambda: "slow request: seal" in daemon.said())
+        syncs = re.findall(r'level=warning .* msg="slow sync of the log" (.*)', daemon.said())
+        assert syncs
+        assert all(re.fullmatch(r"took_s=1\.\d+ lsn=\d+", sync) for sync in syncs)
+        (seal,) = re.findall(r'slow request: seal" (.*)', daemon.said())
+        said = dict(re.findall(r"(\w+)=(\S+)", seal))
+        assert float(said["device_to_disk_s"]) >= 1.0
+        assert float(said["log_s"]) >= 1.0
+        rest_s = float(said["took_s"]) - float(said["log_s"]) - float(said["device_to_disk_s"])
+        assert rest_s < 1.5
