@@ -52,6 +52,12 @@ class UnknownSequence(TierkvError):
     code = "unknown_sequence"
 
 
+class NotFound(TierkvError):
+    """An operator names what is not there (any more). Nothing was changed."""
+
+    code = "not_found"
+
+
 class NotOwner(TierkvError):
     """The request names a sequence that belongs to another lease."""
 

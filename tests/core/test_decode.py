@@ -41,6 +41,7 @@ FIELDS = {
     },
     Kind.PLACE: {"row": 2, "block": 3, "tier": "host", "slot": 4, "checksum": EXTRA},
     Kind.DROP: {"row": 2, "block": 3, "tier": "host", "slot": 4},
+    Kind.DELETE: {"row": 2, "block": 3},
     Kind.EPOCH: {"epoch": 3},
 }
 

@@ -14,7 +14,8 @@ from world import World
 
 from tierkv.core.ids import Tier
 from tierkv.core.invariants import active_without_device_copy, check_invariants
-from tierkv.errors import PoolExhausted
+from tierkv.core.pins import Pins, pinned_rows, pins_of
+from tierkv.errors import LimitExceeded, PoolExhausted
 
 SIZE = 4
 
@@ -32,6 +33,7 @@ class RandomWork(RuleBasedStateMachine):
         self.stock = 0
         self.fenced: dict[int, bytes] = {}
         self.fenced_lease = 0
+        self.pinned: set[int] = set()
 
     def _awake(self, data: Any) -> int | None:
         choices = sorted(set(self.tokens) - self.asleep)
@@ -188,6 +190,41 @@ class RandomWork(RuleBasedStateMachine):
             rows, ids = map(np.concatenate, zip(*sealed, strict=True))
             self.world.run(self.world.placement.clean_down(rows, ids))
 
+    @rule(bits=st.lists(st.integers(0, 1), min_size=1, max_size=3))
+    def delete(self, bits: list[int]) -> None:
+        tokens = [bit * 10 + t for bit in bits for t in range(SIZE)]
+        self.world.delete(tokens)
+        assert sum(self.world.planner.lookup(self.world.namespace, *self._names(tokens))) < len(
+            bits
+        )
+
+    @rule(data=st.data())
+    def pin(self, data: Any) -> None:
+        """Somebody pins a chain that is cached, and it stays so however full the tiers get."""
+        lineage = self.world.lineage()
+        ends = np.flatnonzero(lineage.begins & lineage.is_leaf)
+        if not len(ends):
+            return
+        chain = lineage.chain(int(data.draw(st.sampled_from(ends.tolist()))))
+        rows, ids = lineage.rows[chain], lineage.ids[chain]
+        try:
+            Pins(self.world.planner).pin([(rows, ids)])
+        except LimitExceeded:
+            return
+        self.pinned.update(ids.tolist())
+
+    @rule()
+    def unpin(self) -> None:
+        Pins(self.world.planner).unpin(pins_of(self.world.state))
+        self.pinned.clear()
+
+    @invariant()
+    def what_is_pinned_is_there(self) -> None:
+        state = self.world.state
+        rows = pinned_rows(state)
+        assert set(state.blocks.id[rows].tolist()) == self.pinned
+        assert state.blocks.has_any_copy(rows).all()
+
     @rule()
     def lose_the_lease(self) -> None:
         world = self.world
@@ -240,6 +277,7 @@ class RandomWork(RuleBasedStateMachine):
     def the_state_is_sound(self) -> None:
         check_invariants(self.world.state)
         self.world.check_shown()
+        self.world.check_deleted()
         assert active_without_device_copy(self.world.state) == 0
         for local in set(self.tokens) - self.asleep:
             self._check(local)

@@ -13,9 +13,11 @@ import numpy as np
 import xxhash
 
 from tierkv.core.counters import Counters
+from tierkv.core.deleting import Deleted, Deleter
 from tierkv.core.effects import Check, Effect, Flow, Headers, Move, Moved, ReadHeaders
 from tierkv.core.ids import Tier
 from tierkv.core.inline import run_inline
+from tierkv.core.lineage import Lineage
 from tierkv.core.matching import Chain
 from tierkv.core.placement import Placement
 from tierkv.core.planner import Limits, Planner
@@ -91,6 +93,10 @@ class FakeTiers:
         for s, name in zip(slots, hash_lo, strict=True):
             self.at(tier, pool, s).shown = int(name)
 
+    def leave(self, tier: Tier, pool: int, slots: Any) -> None:
+        for s in slots:
+            self.at(tier, pool, s).shown = None
+
     def punch(self, tier: Tier, pool: int, slots: Any) -> None:
         for s in slots:
             self.slots.pop((tier, pool, int(s)), None)
@@ -150,6 +156,7 @@ class World:
             Tier.DISK: disk * shape.block_bytes,
         }
         self.log: list[np.ndarray] = []
+        self.deleted: set[int] = set()
         self.tiers = tiers or FakeTiers(shape.block_tokens)
         self.state = self._new(structures(load({})))
         self.counters = Counters()
@@ -183,13 +190,46 @@ class World:
         return State(self.budgets, lambda _tier, pool: pool.block_bytes, structures)
 
     def check_shown(self) -> None:
-        """Workers find every sealed block in the device tier, and no other under its slot."""
+        """Workers find every block that has a name in the device tier, and no other in its slot.
+
+        One that lost its name to a newer twin they may find, too: it has the same content.
+        """
         blocks = self.state.blocks
         for row in self.state.rows_in(Tier.DEVICE).tolist():
             pool = int(self.state.pool_of(np.array([row]))[0])
             shown = self.tiers.at(Tier.DEVICE, pool, blocks.slot[Tier.DEVICE][row]).shown
-            sealed = bool(blocks.is_sealed(np.array([row]))[0])
-            assert shown == (int(blocks.hash_lo[row]) if sealed else None)
+            sealed, named = (
+                bool(of(np.array([row]))[0]) for of in (blocks.is_sealed, blocks.is_indexed)
+            )
+            name = int(blocks.hash_lo[row]) if sealed else None
+            assert shown == name or (shown is None and not named)
+
+    def lineage(self) -> Lineage:
+        """All blocks that have names."""
+        blocks, rows = self.state.blocks, self.state.live_rows()
+        rows = rows[blocks.is_indexed(rows)]
+        return Lineage.of(rows, blocks.id[rows], blocks.parent[rows], blocks.hash_hi[rows])
+
+    def delete(self, tokens: list[int]) -> Deleted:
+        """Delete the block that ends with these tokens, and all that follow it."""
+        chain, lineage, blocks = self.chain(tokens), self.lineage(), self.state.blocks
+        chosen = blocks.hash_hi[lineage.rows] == chain.hi[-1]
+        chosen &= blocks.hash_lo[lineage.rows] == chain.lo[-1]
+        doomed = lineage.descendants(chosen)
+        rows, ids = lineage.rows[doomed][::-1], lineage.ids[doomed][::-1]
+        self.deleted.update(ids.tolist())
+        done = self.run(Deleter(self.placement).delete(rows, ids))
+        self.placement.leave_left(0)
+        return done
+
+    def check_deleted(self) -> None:
+        """Nobody finds a block that was deleted, by whatever way."""
+        rows = self.state.live_rows()
+        named = rows[self.state.blocks.is_indexed(rows)]
+        assert not self.deleted & set(self.state.blocks.id[named].tolist())
+        for (tier, _, _), slot in self.tiers.slots.items():
+            if tier is Tier.DEVICE and slot.shown is not None:
+                assert slot.id not in self.deleted
 
     def replayed(self) -> State:
         """A second state, made from the log alone."""

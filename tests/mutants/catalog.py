@@ -273,8 +273,8 @@ MUTANTS = (
     _one(
         "the reply to a seal counts as one that need not last",
         "tierkv.service.call",
-        "LASTING = (m.Seal, m.Store, m.Flush)\n",
-        "LASTING = (m.Flush,)\n",
+        "LASTING = (m.Seal, m.Store, m.Flush, m.Pin, m.Delete)\n",
+        "LASTING = (m.Flush, m.Pin, m.Delete)\n",
         Simulated("power"),
     ),
     _one(

@@ -41,6 +41,12 @@ REQUESTS = [
     messages.Flush(),
     messages.Drain(undo=True),
     messages.Reload(),
+    messages.List("chains", messages.Selector(1, "acme", "0a"), 5, 10),
+    messages.Inspect("lease", 7),
+    messages.Contents(messages.Selector(tenant="acme"), 2**60, 10),
+    messages.Pin(messages.Selector(hash="0a"), undo=True),
+    messages.Delete(messages.Selector(namespace=3), really=True),
+    messages.Warm(messages.Selector()),
 ]
 REPLIES = [
     messages.Welcome(1, b"t" * 16, 3, True, [messages.SequenceState(2, 1, b"s" * 8, 1, False)]),
@@ -51,6 +57,12 @@ REPLIES = [
     messages.Status({"tiers": {"device": 3}}),
     messages.Draining(True, 2, 300, False),
     messages.Reloaded(["log.level"], ["device.bytes"]),
+    messages.Listed([{"hash": "0a", "tiers": ["disk"]}], 7, 70),
+    messages.Inspected({"tokens": [1, 2]}),
+    messages.Content(b"n" * 4, b"h" * 16, b"p" * 16, [b"t" * 64], b"e" * 8, 2**60, 1),
+    messages.Pinned(1, 20, -3),
+    messages.Deleted(5, {"disk": 9}, 1, 0, True),
+    messages.Warmed(1, 2, 3),
     messages.Failure("protocol", "no", {"reason": "oversized"}),
 ]
 

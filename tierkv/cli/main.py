@@ -21,6 +21,8 @@ from tierkv.errors import InvariantViolation, TierkvError
 class _Command(NamedTuple):
     module: str
     summary: str
+    function: str = ""
+    """If its name is not the command's."""
 
 
 COMMANDS = {
@@ -32,6 +34,16 @@ COMMANDS = {
     "reload": _Command("tierkv.cli.reload", "Have a running daemon read its configuration anew."),
     "drain": _Command("tierkv.cli.drain", "Let a running daemon take no new workers."),
     "unit": _Command("tierkv.cli.unit", "Show or install the systemd units."),
+    "ls": _Command(
+        "tierkv.cli.ls", "List namespaces, tenants, prompts, blocks and who holds them."
+    ),
+    "inspect": _Command("tierkv.cli.inspect", "Show all about one block, sequence or lease."),
+    "pin": _Command("tierkv.cli.pin", "Keep cached prompts for good."),
+    "unpin": _Command("tierkv.cli.pin", "Let pinned prompts be dropped again."),
+    "delete": _Command("tierkv.cli.delete", "Delete cached prompts, for good."),
+    "warm": _Command("tierkv.cli.warm", "Bring cached prompts up from disk into memory."),
+    "export": _Command("tierkv.cli.export", "Write cached prompts to a file."),
+    "import": _Command("tierkv.cli.import_", "Cache the prompts of such a file.", "import_"),
     "config": _Command("tierkv.cli.config", "Show, check or print the configuration."),
     "verify": _Command("tierkv.cli.verify", "Check the log, the index and the blocks on disk."),
     "wal": _Command("tierkv.cli.wal", "Dump, measure, check and repair the log."),
@@ -56,7 +68,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(COMMANDS[cmd_name].module), cmd_name)
+        known = COMMANDS[cmd_name]
+        command: click.Command = getattr(import_module(known.module), known.function or cmd_name)
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

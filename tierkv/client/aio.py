@@ -33,7 +33,17 @@ from tierkv.core.ids import U8
 from tierkv.core.spec import KVSpec
 from tierkv.errors import InvalidArgument, NotReady, ProtocolError, TierkvError, Unavailable
 from tierkv.native.pages import Pages, Rows
-from tierkv.rpc.messages import Attend, Done, Draining, Failure, Reloaded, Reply, Request
+from tierkv.rpc.messages import (
+    Attend,
+    Done,
+    Draining,
+    Failure,
+    Message,
+    OperatorRequest,
+    Reloaded,
+    Reply,
+    Request,
+)
 from tierkv.rpc.wire import FrameDecoder, decode_reply, encode, unknown_reply
 
 if TYPE_CHECKING:
@@ -42,6 +52,7 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 
 def connect(
@@ -151,6 +162,13 @@ class Client:
     async def drain(self, *, undo: bool = False) -> Draining:
         """Let the daemon take no new leases. See the blocking client."""
         return await self._run(self._core.drain(undo=undo))
+
+    async def operate(
+        self, request: OperatorRequest, kind: type[M], *, timeout_s: float = 600.0
+    ) -> M:
+        """Carry out an operator's verb. See the blocking client."""
+        steps = self._core.operate(request, kind)
+        return await self._run(steps, self._limits.patience(timeout_s))
 
     async def reload(self) -> Reloaded:
         """Have the daemon read its configuration anew. See the blocking client."""
@@ -534,10 +552,15 @@ class Namespace(NamespaceViews):
         return Sequence(self._client, await self._client._run(steps))
 
     async def read(
-        self, token_ids: TokenIds, out: U8, *, extra_keys: ExtraKeys | None = None
+        self,
+        token_ids: TokenIds,
+        out: U8,
+        *,
+        first: int = 0,
+        extra_keys: ExtraKeys | None = None,
     ) -> int:
-        """Copy the leading cached blocks into ``out``. See the blocking client."""
-        return await self._read(token_ids, self._core.rows_to_fill(out), 0, extra_keys)
+        """Copy the cached blocks from ``first`` on into ``out``. See the blocking client."""
+        return await self._read(token_ids, self._core.rows_to_fill(out), first, extra_keys)
 
     async def read_pages(
         self,

@@ -30,6 +30,7 @@ from tierkv.rpc.messages import (
     Hello,
     Message,
     NamespaceOpened,
+    OperatorRequest,
     Release,
     Reload,
     Reloaded,
@@ -244,6 +245,10 @@ class ClientCore:
     def reload(self) -> Steps[Reloaded]:
         """What a new configuration changed."""
         return expect((yield Reload), Reloaded)
+
+    def operate(self, request: OperatorRequest, kind: type[M]) -> Steps[M]:
+        """The answer to an operator's verb, which is of this kind."""
+        return expect((yield lambda: request), kind)
 
     def flush(self) -> Steps[None]:
         """Returns when all that was sealed is on disk."""

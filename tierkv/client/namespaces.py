@@ -242,6 +242,8 @@ class NamespaceCore:
         ``rows`` takes the blocks from ``first`` on; into pages, there are tokens for all of them.
         """
         tokens, extras = self._offer(token_ids, 0, extra_keys)
+        if first < 0:
+            raise InvalidArgument(f"first is {first}; it must be at least 0")
         if isinstance(rows, PagedBlocks):
             self._check_tokens(tokens, first, len(rows))
         blocks = first + len(rows) if len(rows) else 0
@@ -418,7 +420,7 @@ class NamespaceCore:
             raise InvalidArgument(f"keep is {keep}; it must be at least 0")
         tokens = token_array(token_ids, self.spec.vocab_size)
         offered = max(len(tokens) - keep, 0) // self.spec.block_tokens
-        extras = extra_digests(extra_keys) if extra_keys else NO_EXTRAS
+        extras = _digests(extra_keys)
         return tokens[: offered * self.spec.block_tokens], extras
 
     def _hashes(self, tokens: U32, extras: U64) -> U8:
@@ -429,6 +431,13 @@ class NamespaceCore:
             self.spec.block_tokens,
             extras_of(extras, 0, blocks) if len(extras) else None,
         )
+
+
+def _digests(extra_keys: ExtraKeys | None) -> U64:
+    """One for each block's extra keys; who knows no more than these gives them as they are."""
+    if isinstance(extra_keys, np.ndarray):
+        return extra_keys
+    return extra_digests(extra_keys) if extra_keys else NO_EXTRAS
 
 
 def open_namespace(client: ClientCore, spec: KVSpec) -> Steps[NamespaceCore]:

@@ -38,7 +38,7 @@ ALL_BLOCKS = 2**32 - 1
 NOWHERE = ALL_BLOCKS
 """In place of a block's index: behind all of them."""
 
-ExtraKeys = Items[bytes | None]
+ExtraKeys = Items[bytes | None] | U64
 """Per block, from the first: bytes that make it another block (an image's hash), or None."""
 
 

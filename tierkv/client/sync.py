@@ -35,7 +35,16 @@ from tierkv.core.ids import U8
 from tierkv.core.spec import KVSpec
 from tierkv.errors import InvalidArgument, NotReady, TierkvError, Unavailable
 from tierkv.native.pages import Pages, Rows
-from tierkv.rpc.messages import Done, Draining, Failure, Reloaded, Reply, Request
+from tierkv.rpc.messages import (
+    Done,
+    Draining,
+    Failure,
+    Message,
+    OperatorRequest,
+    Reloaded,
+    Reply,
+    Request,
+)
 from tierkv.rpc.wire import FrameDecoder, decode_reply, encode, unknown_reply
 
 if TYPE_CHECKING:
@@ -44,6 +53,7 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 POSTED_MAX = 16
 """Requests whose replies nobody waits for; the daemon stops reading from whom it owes many."""
@@ -159,6 +169,14 @@ class Client:
         Asked again, it tells how far that is. Raises NotPermitted.
         """
         return self._run(self._core.drain(undo=undo))
+
+    def operate(self, request: OperatorRequest, kind: type[M], *, timeout_s: float = 600.0) -> M:
+        """Carry out an operator's verb as ``rpc.messages`` has it; the answer is of this kind.
+
+        Raises NotPermitted, NotFound, InvalidArgument, and what the verb names.
+        """
+        steps = self._core.operate(request, kind)
+        return self._run(steps, self._limits.patience(timeout_s))
 
     def reload(self) -> Reloaded:
         """Have the daemon read its configuration anew; which keys changed or need a restart.
@@ -629,14 +647,21 @@ class Namespace(NamespaceViews):
         steps = self._core.begin(token_ids, keep, extra_keys, reserve, wait)
         return Sequence(self._client, self._client._run(steps))
 
-    def read(self, token_ids: TokenIds, out: U8, *, extra_keys: ExtraKeys | None = None) -> int:
-        """Copy the leading cached blocks of ``token_ids`` into ``out``; returns how many.
+    def read(
+        self,
+        token_ids: TokenIds,
+        out: U8,
+        *,
+        first: int = 0,
+        extra_keys: ExtraKeys | None = None,
+    ) -> int:
+        """Copy the cached blocks of ``token_ids`` from ``first`` on into ``out``; returns how many.
 
         ``out``: u8 [n, spec.block_bytes], C-contiguous; at most n blocks are copied. Those that lie
         in the device tier are copied without asking the daemon, whether it runs or not; every
         copied byte is checked. If there may be more, it is asked, and brings them up.
         """
-        return self._read(token_ids, self._core.rows_to_fill(out), 0, extra_keys)
+        return self._read(token_ids, self._core.rows_to_fill(out), first, extra_keys)
 
     def read_pages(
         self,

@@ -19,6 +19,7 @@ WRITE_BEHIND = "write_behind"
 OTHER_MODEL = "other_model"
 CORRUPT = "corrupt"
 STALE = "stale"
+DELETED = "deleted"
 
 REASONS = {
     NEW_BLOCKS: "workers asked for room for blocks that they compute",
@@ -28,6 +29,7 @@ REASONS = {
     OTHER_MODEL: "any of that, but for blocks of another size: another model's",
     CORRUPT: "the copy did not match its checksum",
     STALE: "a worker wrote on in the block, so its copies further down were out of date",
+    DELETED: "an operator deleted the block",
 }
 """Why a copy leaves a tier: for the first five, what its room was needed for."""
 

@@ -73,6 +73,8 @@ def _fields(kind: Kind, record: np.void) -> dict[str, Field]:
             return {**block, **copy, "checksum": _hex(record, "extra")}
         case Kind.DROP:
             return {**block, **copy}
+        case Kind.DELETE:
+            return block
         case Kind.EPOCH:
             return {"epoch": of["id"]}
 

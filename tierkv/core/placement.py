@@ -17,6 +17,7 @@ import numpy as np
 from tierkv.core.arrays import distinct, every, first_of_each, indices
 from tierkv.core.counters import (
     CORRUPT,
+    DELETED,
     GONE,
     OTHER_MODEL,
     PROMOTION,
@@ -31,7 +32,7 @@ from tierkv.core.effects import Check, Flow, Move, Moved, Signal, Wait
 from tierkv.core.holds import Holds
 from tierkv.core.ids import I64, RAM_TIERS, U64, Bool, Tier
 from tierkv.core.policy import EvictionPolicy
-from tierkv.core.records import Kind, Records, of_copies
+from tierkv.core.records import Kind, Records, blank, of_copies
 from tierkv.core.residency import Residency
 from tierkv.core.restart_order import PART_ROWS, restart_order
 from tierkv.core.slot_tables import SlotTables
@@ -295,6 +296,33 @@ class Placement:
             name = TIERS[best_left] if best_left < len(Tier) else GONE
             self.counters.evicted(TIERS[tier], name, reason, blocks)
 
+    def delete(self, rows: I64) -> None:
+        """Nobody finds these sealed blocks from now on; those that no sequence holds go. Mutates.
+
+        None may be held (see ``holds``): whoever uses such a copy counts on it.
+        """
+        if not len(rows):
+            return
+        blocks = self.state.blocks
+        for pool, members in self.state.by_pool(rows[blocks.has_copy(rows, Tier.DEVICE)]):
+            slots = blocks.slot[Tier.DEVICE][members].astype(np.int64)
+            self.tables.leave(Tier.DEVICE, pool, slots)
+        going = rows[blocks.refs[rows] == 0]
+        for tier in Tier:
+            copies = going[blocks.has_copy(going, tier)]
+            self._count_evicted(tier, len(Tier), DELETED, len(copies))
+            self.forget(tier, copies)
+        records = blank(len(rows), Kind.DELETE)
+        records["key"], records["id"] = rows, blocks.id[rows]
+        self.commit(records)
+
+    def leave_left(self, pool: int) -> None:
+        """Workers find nothing any more in the pool's device slots that blocks have left. Mutates.
+
+        They may till others come, who asks nobody: for blocks that were evicted that is as good.
+        """
+        self.tables.leave(Tier.DEVICE, pool, self.state.slots[Tier.DEVICE, pool].left())
+
     def forget(self, tier: Tier, rows: I64) -> None:
         """Copies of these rows are about to be logged as gone. Mutates."""
         self.policies[tier].forget(rows)
@@ -496,6 +524,31 @@ class Placement:
             rows, ids = rows[len(batch) :], ids[len(batch) :]
         return came
 
+    def lift(self, source: Tier, target: Tier, rows: I64, ids: U64) -> Flow[int]:
+        """Give blocks another copy further up, as far as there is room without evicting any.
+
+        ``ids`` name the blocks that ``rows`` held when the caller decided. Returns how many came.
+        Raises TierFailed.
+        """
+        done = 0
+        for pool, members in list(self.state.by_pool(rows)):
+            names = ids[np.isin(rows, members)] if len(members) != len(rows) else ids
+            size, step = self.state.slot_bytes(target, pool), self.move_blocks(pool)
+            for at in range(0, len(members), step):
+                part = slice(at, at + step)
+                wanted = self._still(members[part], names[part], source)
+                wanted &= ~self.state.blocks.has_copy(members[part], target)
+                free = max(self.state.free_bytes(target), 0) // size
+                moving, their = members[part][wanted][:free], names[part][wanted][:free]
+                if self._making_room[target] is not None or not free:
+                    break
+                slots = self.state.slots[target, pool].hold(len(moving))
+                try:
+                    done += yield from self._move(pool, their, source, moving, target, slots)
+                finally:
+                    self.unhold_slots(target, pool, slots)
+        return done
+
     def _batch(self, rows: I64) -> I64:
         """The leading rows that come from the same tier and are not on their way already."""
         source = self.state.blocks.best_tier(rows)
@@ -586,11 +639,14 @@ class Placement:
             self._enter(part[self.state.blocks.has_copy(part, Tier.DEVICE)])
 
     def _enter(self, rows: I64) -> None:
-        """Let workers find the sealed ones of these blocks in the device tier. Mutates."""
+        """Let workers find those of these blocks that have names in the device tier. Mutates."""
         blocks = self.state.blocks
         for pool, members in self.state.by_pool(rows[blocks.is_sealed(rows)]):
+            named = blocks.is_indexed(members)
             slots = blocks.slot[Tier.DEVICE][members].astype(np.int64)
-            self.tables.enter(Tier.DEVICE, pool, slots, blocks.hash_lo[members])
+            self.tables.enter(Tier.DEVICE, pool, slots[named], blocks.hash_lo[members[named]])
+            if not every(named):
+                self.tables.leave(Tier.DEVICE, pool, slots[~named])
 
     def clean_down(self, rows: I64, ids: U64) -> Flow[int]:
         """Write sealed blocks to disk that are not there yet (write-behind).

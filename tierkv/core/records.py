@@ -78,6 +78,8 @@ class Kind(IntEnum):
     """id = epoch (daemon incarnation)"""
     SEQ_FENCE = 16
     """id = sequence; it ends, but keeps the unsealed blocks that its worker may still write into"""
+    DELETE = 17
+    """key = row, id = block; nobody finds it any more, and it is gone once no sequence holds it"""
 
 
 def require_known(kinds: U8) -> None:

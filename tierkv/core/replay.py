@@ -5,7 +5,7 @@
 - Of a row, only the block that was put there last; of each of its copies, only the last record.
 - Of a sequence that was closed, nothing. How often a block is held follows from the tables left.
 - The hash index finds the block that was sealed last under a hash, unless that one lost all its
-  copies since.
+  copies since, or was deleted.
 - A block is there as long as a sequence holds it or the index finds it (invariant I6).
 
 So the records are sorted by what they are about, and each column of the block table is written
@@ -38,7 +38,7 @@ _OF_TABLES = (
     Kind.SEQ_SUSPEND,
     Kind.SEQ_RESUME,
 )
-_OF_BLOCKS = (Kind.ALLOC, Kind.SEAL, Kind.PLACE, Kind.DROP)
+_OF_BLOCKS = (Kind.ALLOC, Kind.SEAL, Kind.PLACE, Kind.DROP, Kind.DELETE)
 _OF_COPIES = (Kind.ALLOC, Kind.PLACE, Kind.DROP)
 
 
@@ -256,6 +256,9 @@ def _replay_blocks(state: State, events: _Events, latest: Bool, twins: I64) -> N
     sealed_at = np.full(len(rows), -1)
     sealed_at[np.searchsorted(rows, sealed.row)] = sealed.at
     blocks.flags[rows[bare_at > sealed_at]] &= np.uint16(~INDEXED & 0xFFFF)
+    deleted = events.where(latest & events.are(Kind.DELETE))
+    require(bool(blocks.is_sealed(deleted.row).all()), "an open block was deleted")
+    blocks.flags[deleted.row] &= np.uint16(~INDEXED & 0xFFFF)
     summed = events.where(latest & events.are(Kind.SEAL, Kind.PLACE))
     blocks.sum_hi[summed.row] = summed.records["extra_hi"]
     blocks.sum_lo[summed.row] = summed.records["extra_lo"]

@@ -55,6 +55,10 @@ class SlotTables(Protocol):
         """
         ...
 
+    def leave(self, tier: Tier, pool: int, slots: I64) -> None:
+        """Workers find nothing in these slots any more, whatever their entries say."""
+        ...
+
     def punch(self, tier: Tier, pool: int, slots: I64) -> None:
         """Give the memory of freed slots back, because another pool needs the budget."""
         ...

@@ -58,6 +58,10 @@ class SlotSet:
         """All used numbers, ascending, shape [n]."""
         return np.flatnonzero(self._is == USED)
 
+    def left(self) -> I64:
+        """Numbers that were given out at some time and are not used now, shape [n]."""
+        return np.flatnonzero(self._is[: self._fresh] != USED)
+
     def is_used(self, numbers: I64) -> Bool:
         """Which of the numbers are used, shape [n]."""
         known = numbers < len(self._is)

@@ -184,6 +184,7 @@ class State:
             Kind.DROP: self._drop,
             Kind.EPOCH: self._epoch,
             Kind.SEQ_FENCE: self._seq_fence,
+            Kind.DELETE: self._delete,
         }
 
     # --- reading ----------------------------------------------------------------------------------
@@ -517,6 +518,13 @@ class State:
         if len(gone):
             self._unindex(gone[self.blocks.is_indexed(gone)])
             self._free(gone[self.blocks.refs[gone] == 0])
+
+    def _delete(self, records: Records) -> None:
+        rows = records["key"].astype(np.int64)
+        self.blocks.check(rows, records)
+        require(every(self.blocks.is_sealed(rows)), "an open block was deleted")
+        self._unindex(rows[self.blocks.is_indexed(rows)])
+        self._free(rows[self.blocks.refs[rows] == 0])
 
     def _epoch(self, records: Records) -> None:
         self.epoch = int(records["id"][-1])

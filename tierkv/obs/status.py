@@ -236,7 +236,8 @@ class StatusDocument(msgspec.Struct, kw_only=True):
     ``evicted`` tells the reasons, too.
     ``only_in_ram_blocks`` have no copy on disk, those that are being filled among them.
     ``native``: hot loops run in C; ``native_missing`` says why if they do not.
-    ``fenced_blocks`` are kept from use because a worker whose lease is over may still write there.
+    ``pins`` are chains that operators keep. ``fenced_blocks`` are kept from use because a worker
+    whose lease is over may still write there.
     ``in_flight``: requests that wait for their answer; ``behind_blocks``: sealed blocks that wait
     to be written behind. ``room``: by what the directory is for. ``problems``: the latest first.
     """
@@ -257,6 +258,7 @@ class StatusDocument(msgspec.Struct, kw_only=True):
     only_in_ram_blocks: int = 0
     sequences: int = 0
     leases: int = 0
+    pins: int = 0
     fenced_blocks: int = 0
     connections: int = 0
     in_flight: int = 0

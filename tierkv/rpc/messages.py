@@ -259,7 +259,83 @@ class Reload(Message, tag="reload"):
     """
 
 
-OperatorRequest = Drain | Reload
+class Selector(Message, tag="selector"):
+    """Which blocks a verb is about: all that fulfil each condition that is given.
+
+    ``namespace``: by its number; -1: any. ``tenant``: by name; empty: any. ``hash``: hexadecimal
+    digits with which the chain hash of one block begins; what that means is the verb's to say.
+    """
+
+    namespace: int = -1
+    tenant: str = ""
+    hash: str = ""
+
+
+class List(Message, tag="list"):
+    """A page of ``kind``: "blocks", "chains", "sequences", "leases" or "pins".
+
+    ``after``: where the last page ended, 0 at first. ``limit``: most items of the page.
+    """
+
+    kind: str
+    selector: Selector
+    after: int = 0
+    limit: int = 100
+
+
+class Inspect(Message, tag="inspect"):
+    """All about one thing: ``hash``: a block, else the ``number`` of a ``kind``.
+
+    ``kind``: "block", "namespace", "sequence" or "lease".
+    """
+
+    kind: str
+    number: int = 0
+    hash: str = ""
+
+
+class Contents(Message, tag="contents"):
+    """What the selected blocks are, all but their payload: in pages, parents before children.
+
+    ``hash`` selects that block, those before it and those that follow it.
+    """
+
+    selector: Selector
+    after: int = 0
+    limit: int = 1024
+
+
+class Pin(Message, tag="pin"):
+    """Selected blocks are never dropped from now on, whatever happens to the daemon.
+
+    ``hash`` selects the chain that ends in that block. With ``undo`` they are as all others again.
+    """
+
+    selector: Selector
+    undo: bool = False
+
+
+class Delete(Message, tag="delete"):
+    """Nobody finds the selected blocks any more, whatever happens to the daemon.
+
+    ``hash`` selects that block and all that follow it. Unless ``really``, it only says what would
+    go.
+    """
+
+    selector: Selector
+    really: bool = False
+
+
+class Warm(Message, tag="warm"):
+    """Brings selected blocks up from disk into RAM, as far as there is free room.
+
+    ``hash`` selects that block, those before it and those that follow it.
+    """
+
+    selector: Selector
+
+
+OperatorRequest = Drain | Reload | List | Inspect | Contents | Pin | Delete | Warm
 
 Request = (
     Hello
@@ -401,6 +477,68 @@ class Reloaded(Message, tag="reloaded"):
     needs_restart: list[str]
 
 
+class Listed(Message, tag="listed"):
+    """A page: ``items`` have stable keys. ``next``: ``after`` of the next page, 0 after the last.
+
+    ``total``: how many there are, -1 where counting would take long.
+    """
+
+    items: list[dict[str, Any]]
+    next: int = 0
+    total: int = -1
+
+
+class Inspected(Message, tag="inspected"):
+    """``document`` has stable keys."""
+
+    document: dict[str, Any]
+
+
+class Content(Message, tag="content"):
+    """A page of blocks: names, names of their parents (zeroes: none), token ids, extra digests.
+
+    ``namespaces`` are i32 [n]. ``next``: ``after`` of the next page, 0 = it was the last.
+    ``missing``: of this page, so many could not be read or had gone.
+    """
+
+    namespaces: bytes
+    hashes: bytes
+    parents: bytes
+    tokens: list[bytes]
+    extras: bytes
+    next: int
+    missing: int
+
+
+class Pinned(Message, tag="pinned"):
+    """``pins`` were made or undone; pins hold ``blocks`` now, ``change`` more than before."""
+
+    pins: int
+    blocks: int
+    change: int
+
+
+class Deleted(Message, tag="deleted"):
+    """``blocks`` are deleted, or would be; ``bytes`` by tier.
+
+    ``in_use`` of them stay with sequences that hold them. ``pinned`` ones keep all from going.
+    """
+
+    blocks: int
+    bytes: dict[str, int]
+    in_use: int
+    pinned: int
+    done: bool
+
+
+class Warmed(Message, tag="warmed"):
+    """``blocks`` came up, ``were`` in RAM before, ``left`` are only on disk."""
+
+    blocks: int
+    were: int
+    left: int
+
+
 class Failure(Message, tag="failure"):
     """The request failed; nothing was changed. ``code`` is one of tierkv.errors."""
 
@@ -420,5 +558,11 @@ Reply = (
     | Status
     | Draining
     | Reloaded
+    | Listed
+    | Inspected
+    | Content
+    | Pinned
+    | Deleted
+    | Warmed
     | Failure
 )

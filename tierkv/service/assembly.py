@@ -17,6 +17,7 @@ from tierkv.core.planner import RECORDS_PER_BLOCK_MAX, Limits, Planner
 from tierkv.core.records import Kind, blank
 from tierkv.service.attend import Attention
 from tierkv.service.checkpoint import Checkpointer
+from tierkv.service.deleted import DeletedFile
 from tierkv.service.engine import Engine
 from tierkv.service.journal import Journal
 from tierkv.service.leases import Leases
@@ -81,6 +82,7 @@ class Parts:
     pinning: Pinning
     arenas: Mapping[Tier, Arena]
     disk: DiskTier | None
+    deleted: DeletedFile
 
     def begin(self, epoch: int, *, write_through: bool) -> None:
         """The first acts of a new incarnation: log its epoch, wait for workers, save the rest.
@@ -181,6 +183,7 @@ def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Ho
         pinning=Pinning(arenas, lambda: prefault.state(Tier.HOST) == "done"),
         arenas=arenas,
         disk=recovered.disk,
+        deleted=recovered.deleted,
     )
 
 

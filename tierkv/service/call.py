@@ -13,7 +13,7 @@ from tierkv.rpc.connection import Connection
 from tierkv.rpc.wire import failure
 from tierkv.service.journal import Journal
 
-LASTING = (m.Seal, m.Store, m.Flush)
+LASTING = (m.Seal, m.Store, m.Flush, m.Pin, m.Delete)
 """What is promised by the reply to these is on disk. Any other is about memory, or a lease on it:
 a worker that could hold us to it ends with the machine."""
 

@@ -24,7 +24,7 @@ from tierkv.core.state import State
 from tierkv.errors import LimitExceeded
 from tierkv.service.watchdog import Pulse
 
-_INDEPENDENT = (Kind.DROP, Kind.PLACE, Kind.SEQ_CLOSE)
+_INDEPENDENT = (Kind.DROP, Kind.PLACE, Kind.DELETE, Kind.SEQ_CLOSE)
 """Records that mean the same whether or not their neighbours survive a crash with them."""
 
 

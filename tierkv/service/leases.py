@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 
+from tierkv.core.pins import is_pins
 from tierkv.core.planner import Planner
 from tierkv.core.state import Lease
 from tierkv.rpc.connection import Connection
@@ -31,17 +32,20 @@ class Leases:
     def __init__(self, planner: Planner, grace_s: float) -> None:
         self._planner = planner
         self.grace_s = grace_s
+        self.names: dict[int, str] = {}
+        """What the workers that are connected call themselves, by lease."""
         self._holders: dict[int, Connection] = {}
         self._waiting: dict[int, tuple[asyncio.TimerHandle, int | None]] = {}
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._planner.state.leases)
+        return sum(not is_pins(lease) for lease in self._planner.state.leases.values())
 
     def await_workers(self) -> None:
         """Start the grace period of all leases; call once, after recovery."""
         for lease in self._planner.state.leases.values():
-            self._await(lease)
+            if not is_pins(lease):
+                self._await(lease)
 
     def open(self, connection: Connection) -> int:
         """A new lease for a connection."""
@@ -54,7 +58,7 @@ class Leases:
     def resume(self, connection: Connection, token: bytes) -> int | None:
         """The lease with this token, if it still stands and belongs to the same user."""
         for lease in self._planner.state.leases.values():
-            if lease.token == token and lease.uid == connection.uid:
+            if lease.token == token and lease.uid == connection.uid and not is_pins(lease):
                 self._stop_waiting(lease.id)
                 before = self._holders.get(lease.id)
                 self._holders[lease.id] = connection
@@ -69,6 +73,7 @@ class Leases:
         if self._holders.get(lease) is not connection or self._closed:
             return
         del self._holders[lease]
+        self.names.pop(lease, None)
         if not connection.refused:
             self._planner.close_lease(lease)
         elif self._planner.fence_lease(lease):

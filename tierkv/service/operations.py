@@ -11,7 +11,11 @@ from tierkv.errors import NotPermitted, TierkvError
 from tierkv.rpc import messages as m
 from tierkv.rpc.connection import Connection
 from tierkv.service.assembly import Parts
+from tierkv.service.inspection import Inspection
 from tierkv.service.lifecycle import DaemonState, Lifecycle
+from tierkv.service.selection import Selection
+from tierkv.service.survey import Surveyor
+from tierkv.service.upkeep import Upkeep
 
 
 class _Verb(NamedTuple):
@@ -41,9 +45,18 @@ class Operations:
         self._lifecycle = lifecycle
         self._reread = reload
         self._stopping = False
+        selection = Selection(parts, Surveyor(parts.planner.state))
+        inspection = Inspection(parts, selection)
+        upkeep = Upkeep(parts, selection)
         self._verbs: dict[type[m.Message], _Verb] = {
             m.Drain: _Verb(self._drain, changes=True),
             m.Reload: _Verb(self._reload, changes=True),
+            m.List: _Verb(inspection.listed, changes=False),
+            m.Inspect: _Verb(inspection.inspect, changes=False),
+            m.Contents: _Verb(inspection.page, changes=False),
+            m.Pin: _Verb(upkeep.pin, changes=True),
+            m.Delete: _Verb(upkeep.delete, changes=True),
+            m.Warm: _Verb(upkeep.warm, changes=True),
         }
 
     async def carry_out(self, connection: Connection, message: m.OperatorRequest) -> m.Message:

@@ -3,8 +3,9 @@
 Slot entries (headers on disk, slot tables in RAM) name their blocks completely. What only index and
 log knew is lost: sequences, leases, and which slots were free. So three rules decide:
 
-- A copy counts unless a log that is left says that it was dropped. One that was evicted before the
-  last checkpoint comes back if nothing was written over it: sound content, which a cache may serve.
+- A copy counts unless a log that is left says that it was dropped, or its block was deleted (which
+  a file of its own says, see ``deleted``). One that was evicted before the last checkpoint comes
+  back if nothing was written over it: sound content, which a cache may serve.
 - Of several blocks with one name the youngest stays. Children of one that goes become children of
   the one that stays, if both chains are the same token by token; else they go as well.
 - A block with an ancestor that is nowhere goes: ids are never used twice, so it could never be
@@ -25,10 +26,11 @@ import numpy.typing as npt
 from tierkv.core.ids import I64, NO_SLOT, U32, U64, Bool, Tier
 from tierkv.core.records import RECORD, Kind, Records, blank, join, of_copies, require_known
 from tierkv.core.state import PoolShape
+from tierkv.service.deleted import Deletion
 from tierkv.tiers.arena import POOLS_MAX, Arena
 from tierkv.tiers.copy import whole_entries
 from tierkv.tiers.disk import DiskTier
-from tierkv.tiers.entry import DIGEST_BYTES, Entries, has_sum
+from tierkv.tiers.entry import DIGEST_BYTES, Entries, has_sum, split_hashes
 
 COPY = np.dtype(
     [
@@ -111,19 +113,27 @@ class LastWords:
 class Rebuilt:
     """``records`` make the state from an empty one, with so many ``blocks``.
 
-    What is not in it: copies that the log called ``dropped``, and ``stale`` ones, whose block has
-    a younger one of its name or lacks its beginning.
+    What is not in it: copies that the log called ``dropped`` or whose block was ``deleted``, and
+    ``stale`` ones, whose block has a younger one of its name or lacks its beginning.
     """
 
     records: list[Records]
     blocks: int
     dropped: int
     stale: int
+    deleted: int = 0
 
 
-def rebuild(copies: Copies, shapes: Sequence[PoolShape], words: LastWords) -> Rebuilt:
+def rebuild(
+    copies: Copies,
+    shapes: Sequence[PoolShape],
+    words: LastWords,
+    deletions: Iterable[Deletion] = (),
+) -> Rebuilt:
     """The state that these copies are, as records to be applied one after the other."""
-    alive = ~_dropped(copies, words)
+    deleted = _deleted(copies, deletions)
+    dropped = _dropped(copies, words) & ~deleted
+    alive = ~(dropped | deleted)
     blocks, slots = _blocks_of(copies[alive])
     kept, parents = _chains(blocks)
     numbers, known = _namespaces(blocks[kept], shapes)
@@ -134,8 +144,9 @@ def rebuild(copies: Copies, shapes: Sequence[PoolShape], words: LastWords) -> Re
     return Rebuilt(
         records=[_enter_namespaces(known), *_enter_blocks(blocks[kept], parents, numbers, places)],
         blocks=len(kept),
-        dropped=int(np.count_nonzero(~alive)),
+        dropped=int(np.count_nonzero(dropped)),
         stale=int(np.count_nonzero(alive)) - copies_kept,
+        deleted=int(np.count_nonzero(deleted)),
     )
 
 
@@ -214,6 +225,21 @@ def _dropped(copies: Copies, words: LastWords) -> Bool:
     named = np.flatnonzero(np.isin(copies["id"], said["id"]))
     keys = zip(*(copies[name][named].tolist() for name in ("id", "tier", "slot")), strict=True)
     gone[named] = [last.get(key) == Kind.DROP for key in keys]
+    return gone
+
+
+def _deleted(copies: Copies, deletions: Iterable[Deletion]) -> Bool:
+    """Which copies are of blocks that were deleted by name or with their namespace, shape [n].
+
+    Those that followed them lack their beginning then, and go as well.
+    """
+    gone = np.zeros(len(copies), np.bool_)
+    for deletion in deletions:
+        digest = np.frombuffer(deletion.digest, "<u8")
+        named = (copies["digest"] == digest).all(axis=1) & (copies["id"] < deletion.before)
+        if deletion.name:
+            named &= (copies["hash"] == np.concatenate(split_hashes(deletion.name))).all(axis=1)
+        gone |= named
     return gone
 
 

@@ -8,6 +8,7 @@ from tierkv_wal import WalWriter
 
 from tierkv.core.ids import Tier
 from tierkv.core.state import State
+from tierkv.service.deleted import DeletedFile
 from tierkv.service.machine import CheckpointIndex
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.disk import DiskTier
@@ -56,6 +57,7 @@ class Recovered:
     disk: DiskTier | None
     checkpoint_lsn: int
     report: RecoveryReport
+    deleted: DeletedFile
 
     def close(self) -> None:
         """Close all files; the last call."""

@@ -30,6 +30,7 @@ from tierkv.core.replay import replay
 from tierkv.core.state import State
 from tierkv.errors import CorruptionError, InvariantViolation
 from tierkv.native.loops import loops
+from tierkv.service.deleted import DeletedFile, Deletion
 from tierkv.service.machine import CheckpointIndex, Machine, RealMachine
 from tierkv.service.progress import Tell
 from tierkv.service.rebuild import FoundCopies, LastWords, read_arena, read_disk, rebuild
@@ -224,15 +225,19 @@ def rescue(site: Site, index: CheckpointIndex) -> Loaded:
     if disk is not None:
         with contextlib.closing(disk):
             read_disk(found, disk, partial(site.progress, "reading slot headers"))
-    rebuilt = rebuild(found.all(), found.shapes, words)
+    deletions = _deletions(site)
+    copies = found.all() if deletions is not None else FoundCopies().all()
+    rebuilt = rebuild(copies, found.shapes, words, deletions or ())
     state = State(budgets, slot_bytes, loops().structures())
     for records in rebuilt.records:
         state.apply(records)
     log.warning(
-        "made the index anew: %d blocks; left out %d copies that the log calls dropped, %d of "
-        "blocks that have a younger twin or lack their beginning, %d damaged slots",
+        "made the index anew: %d blocks; left out %d copies that the log calls dropped, %d that "
+        "were deleted, %d of blocks that have a younger twin or lack their beginning, %d damaged "
+        "slots",
         rebuilt.blocks,
         rebuilt.dropped,
+        rebuilt.deleted,
         rebuilt.stale,
         found.damaged,
     )
@@ -240,6 +245,22 @@ def rescue(site: Site, index: CheckpointIndex) -> Loaded:
     state.next_block = max(state.next_block, words.next_block)
     state.epoch = max(words.epoch, (state.next_block - 1) // BLOCK_IDS_PER_EPOCH)
     return Loaded(state, {}, reader, 0, complete=False, is_rebuilt=True)
+
+
+def _deletions(site: Site) -> list[Deletion] | None:
+    """What was deleted; None if that cannot be told any more, so that nothing may be kept."""
+    file = DeletedFile(site.directory.path, site.machine.storage)
+    try:
+        return file.read()
+    except CorruptionError as error:
+        moved = site.directory.set_aside(file.path)
+        log.error(
+            "%s: so no block can be told from those that were deleted, and none is kept; it is now "
+            "%s",
+            error,
+            moved,
+        )
+        return None
 
 
 def _recover_by(
@@ -322,7 +343,8 @@ def _go_on(
         writer.forget(lsn)
     except OSError as error:
         log.warning("cannot remove old log segments: %s", error, extra={"lsn": lsn})
-    return Recovered(state, loaded.specs, index, writer, arenas, disk, lsn, report)
+    deleted = DeletedFile(site.directory.path, site.machine.storage)
+    return Recovered(state, loaded.specs, index, writer, arenas, disk, lsn, report, deleted)
 
 
 def _open_arenas(

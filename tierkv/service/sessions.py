@@ -209,6 +209,7 @@ class Sessions:
         lease = self._leases.resume(connection, message.token) if message.token else None
         resumed = lease is not None
         session.lease = lease if lease is not None else self._new_lease(connection)
+        self._leases.names[session.lease] = message.name
         state = self._planner.state
         return m.Welcome(
             lease=session.lease,

@@ -15,6 +15,7 @@ from tierkv.config.schema import Config
 from tierkv.core.arrays import distinct
 from tierkv.core.counters import Counters
 from tierkv.core.ids import Tier
+from tierkv.core.pins import pins_of
 from tierkv.core.state import State
 from tierkv.native.loops import loops
 from tierkv.obs.status import (
@@ -61,6 +62,7 @@ class StatusReader:
         """The daemon as it is now."""
         state = self.parts.planner.state
         counters = self.parts.planner.placement.counters
+        pins = len(pins_of(state))
         return StatusDocument(
             version=__version__,
             state=self.lifecycle.state.value,
@@ -75,8 +77,9 @@ class StatusReader:
             memory={tier.label: self._memory(tier) for tier in self.parts.arenas},
             blocks=state.row_set.used_count,
             only_in_ram_blocks=state.row_set.used_count - state.copies(Tier.DISK),
-            sequences=sum(not one.fenced for one in state.sequences.values()),
-            leases=len(state.leases),
+            sequences=sum(not one.fenced for one in state.sequences.values()) - pins,
+            leases=len(self.parts.leases),
+            pins=pins,
             fenced_blocks=_fenced_blocks(state),
             connections=len(self.sessions) if self.sessions is not None else 0,
             in_flight=self.sessions.in_flight if self.sessions is not None else 0,

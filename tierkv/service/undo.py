@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tierkv.core.ids import I64, Bool, Tier
+from tierkv.core.pins import is_pins
 from tierkv.core.records import Kind, blank, of_copies
 from tierkv.core.restart_order import restart_order
 from tierkv.core.state import Sequence, State
@@ -45,6 +46,8 @@ def undo(
     device = arenas.get(Tier.DEVICE)
     device_kept = device is not None and device.adopted
     for lease in list(state.leases.values()):
+        if is_pins(lease):
+            continue
         if device_kept and machine.is_alive(lease.pid, lease.start_time):
             report.leases_kept += 1
             continue

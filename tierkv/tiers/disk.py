@@ -13,8 +13,8 @@ A slot is one header and one payload, each rounded up to 4096 bytes, written by 
     ...     ...    up to a multiple of 4096, without meaning
 
 Every byte of header and payload is checked when a block is read, so a slot needs no other
-protection. Headers also are what an index is made from when it is lost. So to delete a block for
-good (not merely to evict it) is to blank its header, and to sync that, before saying so.
+protection. Headers also are what an index is made from when it is lost, those of slots that blocks
+have left as well: what was deleted for good (not merely evicted) is told by ``service.deleted``.
 
 Where a slot lies follows from its number, the pool's slot size and ``segment_bytes``: a store
 keeps the ``segment_bytes`` it was made with, or finds none of its blocks again.

@@ -63,6 +63,10 @@ class ArenaTables:
         length = arena.block_bytes(pool)
         write_entries(arena.table(pool), numbers, ids=ids, length=length, digest=OPEN)
 
+    def leave(self, tier: Tier, pool: int, slots: I64) -> None:
+        """See SlotTables."""
+        self._arenas[tier].leave(pool, slots.astype(np.uint32))
+
     def punch(self, tier: Tier, pool: int, slots: I64) -> None:
         """See SlotTables."""
         self._before_change()

@@ -1,0 +1,129 @@
+"""Which blocks an operator means: by namespace, by tenant, by the name of a block."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from tierkv.core.ids import I64, U64, Bool
+from tierkv.core.lineage import Lineage
+from tierkv.core.state import State
+from tierkv.errors import InvalidArgument, NotFound
+from tierkv.rpc.messages import Selector
+from tierkv.service.assembly import Parts
+from tierkv.service.survey import Surveyor
+
+HASH_DIGITS = 32
+
+Reach = Literal["before", "after", "both"]
+"""What a block's name stands for: its chain up to it, it and all that follow it, or both."""
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Blocks of a picture; ``chosen`` [n] says which. ``place``: of the one named, or -1."""
+
+    lineage: Lineage
+    chosen: Bool
+    place: int = -1
+
+    @property
+    def rows(self) -> I64:
+        """Rows of the chosen ones, parents before children."""
+        return self.lineage.rows[self.chosen]
+
+    @property
+    def ids(self) -> U64:
+        """Their ids."""
+        return self.lineage.ids[self.chosen]
+
+    def alive(self, state: State) -> Bool:
+        """Which of the chosen ones still are what they were."""
+        return np.asarray(state.blocks.id[self.rows] == self.ids)
+
+
+class Selection:
+    """Finds what a selector means."""
+
+    def __init__(self, parts: Parts, surveyor: Surveyor) -> None:
+        self._state = parts.planner.state
+        self._namespaces = parts.namespaces
+        self._surveyor = surveyor
+
+    def tenant(self, namespace: int) -> str:
+        """Whose a namespace is."""
+        spec = self._namespaces.spec(namespace)
+        return spec.tenant if spec else ""
+
+    def namespaces(self, selector: Selector) -> list[int]:
+        """The namespaces that a selector allows. Raises NotFound if it names none that is there."""
+        found = list(self._state.namespaces)
+        if selector.namespace >= 0:
+            found = [one for one in found if one == selector.namespace]
+            if not found:
+                raise NotFound(
+                    f"there is no namespace {selector.namespace}; see `tierkv ls namespaces`"
+                )
+        if selector.tenant:
+            found = [one for one in found if self.tenant(one) == selector.tenant]
+            if not found:
+                raise NotFound(f"no tenant {selector.tenant!r} has blocks; see `tierkv ls tenants`")
+        return found
+
+    async def of(self, selector: Selector, reach: Reach, *, fresh: bool = False) -> Selected:
+        """What it selects. ``fresh``: see Surveyor. Raises NotFound, InvalidArgument."""
+        digits = self._digits(selector)
+        lineage = await self._surveyor.lineage(self.namespaces(selector), fresh=fresh)
+        if not digits:
+            return Selected(lineage, np.ones(len(lineage), np.bool_))
+        place = self._place(lineage, digits)
+        chosen = np.zeros(len(lineage), np.bool_)
+        chosen[place] = True
+        if reach != "before":
+            chosen = await asyncio.to_thread(lineage.descendants, chosen)
+        if reach != "after":
+            chosen[lineage.chain(place)] = True
+        return Selected(lineage, chosen, place)
+
+    async def left(self, selector: Selector, gone: U64, before: int) -> Selected:
+        """What else is to be deleted: what came behind blocks that are ``gone`` (ids).
+
+        Where whole namespaces are, also what got its name since, if its id is below ``before``.
+        """
+        lineage = await self._surveyor.lineage(self.namespaces(selector), fresh=True)
+        chosen = np.isin(lineage.parents, gone)
+        if not selector.hash:
+            chosen |= lineage.ids < before
+        return Selected(lineage, await asyncio.to_thread(lineage.descendants, chosen))
+
+    def _digits(self, selector: Selector) -> str:
+        digits = selector.hash.lower()
+        if len(digits) > HASH_DIGITS or digits.strip("0123456789abcdef"):
+            raise InvalidArgument(
+                f"{selector.hash!r} is no block: give the first hexadecimal digits of its hash"
+            )
+        return digits
+
+    def _place(self, lineage: Lineage, digits: str) -> int:
+        """The one block whose name begins so. Raises NotFound, InvalidArgument."""
+        blocks = self._state.blocks
+        places = lineage.named(digits)
+        if len(digits) > HASH_DIGITS // 2 and len(places):
+            rows = lineage.rows[places]
+            names = [
+                f"{hi:016x}{lo:016x}"
+                for hi, lo in zip(
+                    blocks.hash_hi[rows].tolist(), blocks.hash_lo[rows].tolist(), strict=True
+                )
+            ]
+            places = places[[name.startswith(digits) for name in names]]
+        if not len(places):
+            raise NotFound(f"no cached block's hash begins with {digits}")
+        if len(places) > 1:
+            raise InvalidArgument(
+                f"{len(places)} blocks' hashes begin with {digits}: give more digits"
+            )
+        return int(places[0])

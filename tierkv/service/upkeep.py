@@ -1,0 +1,195 @@
+"""What operators change about blocks: pin them, delete them, warm them up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import numpy as np
+
+from tierkv.core.deleting import Deleter
+from tierkv.core.effects import Flow
+from tierkv.core.ids import I64, RAM_TIERS, U64, Tier
+from tierkv.core.pins import PINNED_BLOCKS_MAX, Chained, Pins, pinned_rows, pins_of
+from tierkv.core.state import Sequence
+from tierkv.errors import InvalidArgument, LimitExceeded, TierFailed
+from tierkv.rpc import messages as m
+from tierkv.service.assembly import Parts
+from tierkv.service.deleted import Deletion
+from tierkv.service.selection import Selected, Selection
+
+log = logging.getLogger(__name__)
+
+CHAINS_PER_TURN = 64
+"""Pinned with one turn of the event loop."""
+
+LINKS_MAX = 4 * PINNED_BLOCKS_MAX
+"""Of all chains that one request pins, each with all its blocks, however many have them too."""
+
+
+class Upkeep:
+    """Carries these verbs out."""
+
+    def __init__(self, parts: Parts, selection: Selection) -> None:
+        self._engine = parts.engine
+        self._planner = parts.planner
+        self._state = parts.planner.state
+        self._checkpointer = parts.checkpointer
+        self._file = parts.deleted
+        self._selection = selection
+        self._pins = Pins(parts.planner)
+        self._deleter = Deleter(parts.planner.placement)
+
+    # --- pin --------------------------------------------------------------------------------------
+
+    async def pin(self, message: m.Pin) -> m.Pinned:
+        """See messages.Pin. Raises NotFound, InvalidArgument, LimitExceeded."""
+        _require_some(message.selector, "pin")
+        if message.undo:
+            unpinned = self._pins.unpin(self._selected_pins(message.selector))
+            return m.Pinned(unpinned.pins, unpinned.blocks, unpinned.fresh)
+        selected = await self._selection.of(message.selector, "before", fresh=True)
+        chains = await asyncio.to_thread(_chains, selected)
+        self._pins.require_room(chains)
+        pins = change = blocks = 0
+        for start in range(0, max(len(chains), 1), CHAINS_PER_TURN):
+            pinned = self._pins.pin(chains[start : start + CHAINS_PER_TURN])
+            pins, change, blocks = pins + pinned.pins, change + pinned.fresh, pinned.blocks
+            await asyncio.sleep(0)
+        log.info("pinned", extra={"pins": pins, "blocks": change})
+        return m.Pinned(pins, blocks, change)
+
+    def _selected_pins(self, selector: m.Selector) -> list[Sequence]:
+        """Pins of the namespaces, and of chains that end in a block of such a name."""
+        namespaces = self._selection.namespaces(selector)
+        pins = [pin for pin in pins_of(self._state) if pin.namespace in namespaces]
+        digits = selector.hash.lower()
+        return [pin for pin in pins if self.name_of(pin).startswith(digits)]
+
+    def name_of(self, pin: Sequence) -> str:
+        """The chain hash of the last block that a pin holds."""
+        rows, blocks = pin.rows[-1:], self._state.blocks
+        halves = zip(blocks.hash_hi[rows].tolist(), blocks.hash_lo[rows].tolist(), strict=True)
+        return "".join(f"{hi:016x}{lo:016x}" for hi, lo in halves)
+
+    # --- delete -----------------------------------------------------------------------------------
+
+    async def delete(self, message: m.Delete) -> m.Deleted:
+        """See messages.Delete.
+
+        Looks again until nothing is left: blocks that come meanwhile behind such as are to go
+        would stay behind without them, and found by nobody.
+
+        Crash: what was deleted is written down first, for an index that is made anew (see
+        ``deleted``); then the log says of each block that it is gone, children before parents; the
+        answer waits for a checkpoint that has them no more. Dying before that, the rest is as it
+        was, and may be deleted again.
+
+        Raises NotFound, InvalidArgument, CorruptionError, TierFailed.
+        """
+        _require_some(message.selector, "delete")
+        selected = await self._selection.of(message.selector, "after", fresh=True)
+        plan = self._plan(selected)
+        if not message.really:
+            return plan
+        if plan.pinned:
+            raise InvalidArgument(
+                f"{plan.pinned} of {plan.blocks} blocks are pinned: unpin them first "
+                "(`tierkv ls pins`)"
+            )
+        before = self._state.next_block
+        await self._write_down(self._deletions(message.selector, selected, before))
+        blocks = stay = 0
+        gone = [selected.ids]
+        while len(selected.rows):
+            rows, ids = selected.rows[::-1], selected.ids[::-1]
+            deleted = await self._engine.run(self._deleter.delete(rows, ids))
+            blocks, stay = blocks + deleted.blocks, stay + deleted.stay
+            selected = await self._selection.left(message.selector, np.concatenate(gone), before)
+            gone.append(selected.ids)
+        for pool in range(len(self._state.pools)):
+            self._planner.placement.leave_left(pool)
+        try:
+            await self._checkpointer.run()
+        except OSError as error:
+            raise TierFailed(f"delete: the checkpoint failed: {error}") from error
+        log.warning("deleted", extra={"blocks": blocks, "in_use": stay})
+        return m.Deleted(blocks, plan.bytes, stay, 0, done=True)
+
+    def _plan(self, selected: Selected) -> m.Deleted:
+        state, blocks = self._state, self._state.blocks
+        rows = selected.rows[selected.alive(state)]
+        pinned = np.isin(rows, pinned_rows(state))
+        return m.Deleted(
+            blocks=len(rows),
+            bytes={
+                tier.label: int(state.slot_bytes_of(tier, rows[blocks.has_copy(rows, tier)]).sum())
+                for tier in Tier
+            },
+            in_use=int(np.count_nonzero(blocks.refs[rows] > pinned)),
+            pinned=int(np.count_nonzero(pinned)),
+            done=False,
+        )
+
+    def _deletions(self, selector: m.Selector, selected: Selected, before: int) -> list[Deletion]:
+        """What is to be written down: about the block that was named, or whole namespaces."""
+        state, blocks = self._state, self._state.blocks
+        if selected.place < 0:
+            namespaces = self._selection.namespaces(selector)
+            digests = [state.namespaces[one].digest for one in namespaces]
+            return [Deletion(digest, b"", before) for digest in digests]
+        row = int(selected.lineage.rows[selected.place])
+        halves = int(blocks.hash_hi[row]) << 64 | int(blocks.hash_lo[row])
+        digest = state.namespaces[int(blocks.namespace[row])].digest
+        return [Deletion(digest, halves.to_bytes(16, "big"), before)]
+
+    async def _write_down(self, deletions: list[Deletion]) -> None:
+        try:
+            await asyncio.to_thread(self._file.add, deletions)
+        except OSError as error:
+            raise TierFailed(f"delete: cannot write {self._file.path}: {error}") from error
+
+    # --- warm -------------------------------------------------------------------------------------
+
+    async def warm(self, message: m.Warm) -> m.Warmed:
+        """See messages.Warm. Raises NotFound, InvalidArgument, TierFailed."""
+        selected = await self._selection.of(message.selector, "both", fresh=True)
+        rows = selected.rows[selected.alive(self._state)]
+        blocks = self._state.blocks
+        cold = blocks.best_tier(rows) == Tier.DISK
+        came = await self._engine.run(self._lift(rows[cold], blocks.id[rows[cold]]))
+        return m.Warmed(came, int(np.count_nonzero(~cold)), int(np.count_nonzero(cold)) - came)
+
+    def _lift(self, rows: I64, ids: U64) -> Flow[int]:
+        """Give blocks that are only on disk a copy in the fastest tier that has room."""
+        placement, blocks = self._planner.placement, self._state.blocks
+        came = 0
+        for target in RAM_TIERS:
+            if placement.enabled(target):
+                left = (blocks.id[rows] == ids) & (blocks.best_tier(rows) == Tier.DISK)
+                came += yield from placement.lift(Tier.DISK, target, rows[left], ids[left])
+        return came
+
+
+def _require_some(selector: m.Selector, verb: str) -> None:
+    """Raise InvalidArgument for a selector that is about everything."""
+    if selector.namespace < 0 and not selector.tenant and not selector.hash:
+        raise InvalidArgument(f"{verb}: say which blocks: by namespace, tenant or hash")
+
+
+def _chains(selected: Selected) -> list[Chained]:
+    """The chain that was named, or all of those selected. Raises LimitExceeded."""
+    lineage = selected.lineage
+    ends = np.flatnonzero(selected.chosen & lineage.is_leaf & lineage.begins)
+    if selected.place >= 0:
+        ends = np.array([selected.place])
+    links = int((lineage.depth[ends] + 1).sum())
+    if links > LINKS_MAX:
+        raise LimitExceeded(
+            f"{len(ends)} chains have {links} links, many of them the same; one request may pin "
+            f"{LINKS_MAX}: pin some of the chains by hash (`tierkv ls chains`)",
+            limit=LINKS_MAX,
+            asked=links,
+        )
+    chains = [lineage.chain(end) for end in ends.tolist()]
+    return [(lineage.rows[chain], lineage.ids[chain]) for chain in chains]
