@@ -29,6 +29,7 @@ from tierkv.obs.status import (
     RoomStatus,
     StatusDocument,
     TierStatus,
+    TopPrefixStatus,
     WalStatus,
     WorkerStatus,
     to_plain,
@@ -56,6 +57,8 @@ DOCUMENT = StatusDocument(
             tenant="search",
             blocks=1000,
             tiers={"device": HeldStatus(blocks=256, bytes=1 << 29)},
+            lookup_tokens=400,
+            hit_tokens=100,
         )
     ],
     tiers={
@@ -83,9 +86,12 @@ DOCUMENT = StatusDocument(
     ],
     prefix=PrefixStatus(lookup_tokens=2000, hit_tokens=1500, hit_ratio=0.75),
     evicted=[
-        EvictionStatus(from_tier="device", to_tier="host", reason="capacity", blocks=9),
+        EvictionStatus(
+            from_tier="device", to_tier="host", reason="promotion", blocks=9, why="blocks came up"
+        ),
         EvictionStatus(from_tier="disk", to_tier="none", reason="capacity", blocks=12),
     ],
+    top_prefixes=[TopPrefixStatus(hash="0a" * 16, namespace=1, hits=3, hit_tokens=96)],
     only_in_ram_blocks=40,
     behind_blocks=7,
     wal=WalStatus(
@@ -121,18 +127,22 @@ device  1.00 GiB  512 MiB   50%   1,000          0  ok
 disk    1.00 TiB      0 B  100%   1,194          0  out of service
 
 Why were blocks evicted?
-from    a copy is left in  reason    blocks
-disk    none               capacity      12
-device  host               capacity       9
+from    a copy is left in  blocks  reason
+disk    none                   12  capacity
+device  host                    9  promotion: blocks came up
 
 Who uses most?
-namespace  tenant  model  dtype        block  blocks   device  disk
-        1  search  m      bfloat16  2.00 MiB   1,000  512 MiB     -
+namespace  tenant  model  dtype        block  blocks   device  disk  hits
+        1  search  m      bfloat16  2.00 MiB   1,000  512 MiB     -   25%
 
 Who is connected?
 lease   pid  worker    sequences
     1  4711  engine-0      1,003
     2    99  -                 0
+
+Which prefixes are found most?
+first block                       of      hits  tokens
+0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a  search     3      96
 
 Is the data safe?
 what         now

@@ -15,9 +15,8 @@ def test_keys() -> None:
         "version", "state", "progress", "epoch", "pid", "uptime_s", "durability", "socket",
         "native", "native_missing", "tiers", "memory", "blocks", "only_in_ram_blocks",
         "sequences", "leases", "pins", "fenced_blocks", "connections", "in_flight",
-        "behind_blocks", "workers", "namespaces", "prefix", "evictions", "evicted", "wal",
-        "recovery",
-        "checkpoint", "loop", "config", "room", "problems",
+        "behind_blocks", "workers", "namespaces", "prefix", "top_prefixes", "evictions", "evicted",
+        "wal", "recovery", "checkpoint", "loop", "config", "room", "problems",
     ]  # fmt: skip
     assert list(plain["tiers"]) == ["device", "host", "disk"]
     assert list(plain["tiers"]["host"]) == [

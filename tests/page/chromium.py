@@ -177,8 +177,8 @@ class Page:
         return str(found)
 
     def screenshot(self, path: Path) -> None:
-        """The whole page, however long."""
-        params = {"format": "png", "captureBeyondViewport": True}
+        """The whole page, however long, as .png or .webp."""
+        params = {"format": path.suffix[1:], "quality": 82, "captureBeyondViewport": True}
         size = self.command("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         taken = self.command("Page.captureScreenshot", {**params, "clip": clip})

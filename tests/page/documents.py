@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tierkv.core.counters import NEW_BLOCKS, REASONS, SPILL
 from tierkv.obs.exporter import Exporter
 from tierkv.obs.history import History
 from tierkv.obs.status import (
@@ -23,6 +24,7 @@ from tierkv.obs.status import (
     RecoveryStatus,
     StatusDocument,
     TierStatus,
+    TopPrefixStatus,
     WalStatus,
     WorkerStatus,
     to_plain,
@@ -64,12 +66,21 @@ def busy(at_s: float = UPTIME_S) -> StatusDocument:
             hit_ratio=0.716,
             hit_tokens_by_tier={"device": device, "host": host, "disk": disk},
         ),
+        top_prefixes=[
+            TopPrefixStatus(hash=f"{k * 0x9E3779B97F4A7C15:032x}", namespace=space, **hits)
+            for k, (space, hits) in enumerate(
+                [
+                    (1, {"hits": 51_200, "hit_tokens": 9_830_400}),
+                    (2, {"hits": 30_112, "hit_tokens": 4_101_000}),
+                    (1, {"hits": 8_004, "hit_tokens": 811_000, "error_tokens": 9_000}),
+                ],
+                start=1,
+            )
+        ],
         evicted=[
-            EvictionStatus(from_tier="device", to_tier="host", reason="capacity", blocks=waves),
-            EvictionStatus(
-                from_tier="host", to_tier="disk", reason="capacity", blocks=waves * 7 // 9
-            ),
-            EvictionStatus(from_tier="disk", to_tier="none", reason="capacity", blocks=waves // 9),
+            _evicted("device", "host", NEW_BLOCKS, waves),
+            _evicted("host", "disk", SPILL, waves * 7 // 9),
+            _evicted("disk", "none", SPILL, waves // 9),
         ],
         wal=WalStatus(
             appended_lsn=1_204_554,
@@ -195,6 +206,12 @@ def showing(
         thread.join()
 
 
+def _evicted(from_tier: str, to_tier: str, reason: str, blocks: int) -> EvictionStatus:
+    return EvictionStatus(
+        from_tier=from_tier, to_tier=to_tier, reason=reason, blocks=blocks, why=REASONS[reason]
+    )
+
+
 def _tier(capacity: int, share: float, blocks: int, evictable: int, io: str = "") -> TierStatus:
     return TierStatus(
         capacity_bytes=capacity,
@@ -222,4 +239,6 @@ def _namespace(
         tenant=tenant,
         blocks=blocks,
         tiers=tiers,
+        lookup_tokens=300 * blocks,
+        hit_tokens=(180 + 10 * number) * blocks,
     )

@@ -1,4 +1,7 @@
-"""Pictures of the status page: ``python -m tests.page.shots FOLDER`` at the repository's root."""
+"""Pictures of the status page, to look at: ``python -m tests.page.shots FOLDER``.
+
+Those of docs/ are made by ``python -m tests.page.shots docs light dark``, at the repository's root.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,18 @@ SHOTS = {
 }
 
 
-def main(folder: Path) -> None:
-    """Write them all."""
+def main(folder: Path, *names: str) -> None:
+    """Write those that are named, or all."""
     with Chromium() as browser, showing(busy(), past()) as shown:
-        for name, (document, width, dark) in SHOTS.items():
+        for name in names or SHOTS:
+            document, width, dark = SHOTS[name]
             shown.document = document
             page = browser.page(width, dark=dark)
             page.goto(shown.url)
             page.until("document.body.className !== 'waiting'")
-            page.screenshot(folder / f"{name}.png")
+            page.screenshot(folder / f"status-page-{name}.webp")
             page.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -143,10 +143,10 @@ def test_names_that_others_choose_are_text(browser: Chromium) -> None:
     document = busy()
     document.workers[0].name = document.namespaces[0].model = EVIL
     document.namespaces[0].tenant = document.problems[0].message = EVIL
-    document.evicted[0].reason = document.native_missing = EVIL
+    document.evicted[0].why = document.native_missing = EVIL
     with showing(document) as daemon:
         page = shown(browser, daemon.url)
-        assert page.text("body").count(EVIL) == 6
+        assert page.text("body").count(EVIL) == 8
         assert page.run("document.querySelectorAll('img, body script').length") == 1
         assert page.run("document.title") == "serving – tierkv"
         assert page.errors == []

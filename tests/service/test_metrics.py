@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from tests.service.blocks import (
@@ -243,6 +244,37 @@ def test_why_blocks_were_evicted_and_how_long_they_had_been_unused() -> None:
                 lambda name=name, labels=labels: total(daemon.metrics(), f"{name}_count", **labels)
             )
             assert total(daemon.metrics(), f"{name}_sum", **labels) < 60
+
+
+def test_the_prefixes_that_are_found_most(daemon: Daemon, client) -> None:
+    ns = client.namespace(msgspec.structs.replace(SPEC, salt="top"))
+    often, rarely, read = (tokens(6, seed=seed) for seed in (891, 892, 893))
+    for ids, times in ((often, 5), (rarely, 2), (read, 1)):
+        for _ in range(times):
+            store(ns, ids)
+
+    def found() -> dict[str, tuple[int, int]]:
+        return {
+            one["hash"]: (one["hits"], one["hit_tokens"]) for one in client.stat()["top_prefixes"]
+        }
+
+    def name(ids: np.ndarray) -> str:
+        return chain_hashes(ns.spec.digest, ids, BLOCK)[0].tobytes().hex()
+
+    def told() -> bool:
+        # What is read without asking is told a while later, with another read.
+        assert ns.read(read, out) == ns.read(often, out) == 6
+        return found().get(name(read), (0, 0))[0] > 3
+
+    out = np.zeros((6, SPEC.block_bytes), np.uint8)
+    until(told, "for what was read to be told")
+    counted = found()
+    assert counted[name(rarely)] == (1, 6 * BLOCK)
+    # The last read of the other one may not be told yet.
+    assert counted[name(often)][0] - counted[name(read)][0] in (3, 4)
+    for ids in (often, read):
+        hits, hit_tokens = counted[name(ids)]
+        assert hit_tokens == hits * 6 * BLOCK
 
 
 def test_tenants(daemon: Daemon, client) -> None:

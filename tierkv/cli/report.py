@@ -12,6 +12,7 @@ from tierkv.units import about_bytes, about_duration, format_ratio
 
 NAMESPACES_SHOWN = 10
 PROBLEMS_SHOWN = 5
+PREFIXES_SHOWN = 5
 
 SURVIVES = {
     "none": "what the log has not yet written is lost when the daemon dies",
@@ -50,6 +51,8 @@ def sections(document: StatusDocument) -> list[Section]:
     found = [_tiers(document), _evictions(document), _users(document)]
     if document.workers:
         found.append(_workers(document))
+    if document.top_prefixes:
+        found.append(_prefixes(document))
     return [*found, _safety(document), _problems(document), _rest(document)]
 
 
@@ -89,13 +92,13 @@ def _tiers(document: StatusDocument) -> Section:
 def _evictions(document: StatusDocument) -> Section:
     return Section(
         "Why were blocks evicted?",
-        ("from", "a copy is left in", "reason", "blocks"),
+        ("from", "a copy is left in", "blocks", "reason"),
         [
             (
                 one.from_tier,
                 one.to_tier,
-                one.reason,
                 f"{one.blocks:,}",
+                f"{one.reason}: {one.why}" if one.why else one.reason,
             )
             for one in sorted(document.evicted, key=lambda one: -one.blocks)
         ],
@@ -115,14 +118,15 @@ def _users(document: StatusDocument) -> Section:
             about_bytes(one.block_bytes),
             f"{one.blocks:,}",
             *(_held(one, tier) for tier in document.tiers),
+            format_ratio(one.hit_tokens / one.lookup_tokens) if one.lookup_tokens else "-",
         )
         for one in largest[:NAMESPACES_SHOWN]
     ]
     return Section(
         "Who uses most?",
-        ("namespace", "tenant", "model", "dtype", "block", "blocks", *document.tiers),
+        ("namespace", "tenant", "model", "dtype", "block", "blocks", *document.tiers, "hits"),
         rows,
-        ("namespace", "block", "blocks", *document.tiers),
+        ("namespace", "block", "blocks", *document.tiers, "hits"),
         "Nobody has used it yet.",
     )
 
@@ -134,6 +138,24 @@ def _held_bytes(one: NamespaceStatus) -> int:
 def _held(one: NamespaceStatus, tier: str) -> str:
     held = one.tiers.get(tier)
     return about_bytes(held.bytes) if held is not None and held.blocks else "-"
+
+
+def _prefixes(document: StatusDocument) -> Section:
+    names = {one.id: one.tenant or one.model for one in document.namespaces}
+    return Section(
+        "Which prefixes are found most?",
+        ("first block", "of", "hits", "tokens"),
+        [
+            (
+                one.hash,
+                names.get(one.namespace) or f"namespace {one.namespace}",
+                f"{one.hits:,}",
+                ("about " if one.error_tokens else "") + f"{one.hit_tokens:,}",
+            )
+            for one in document.top_prefixes[:PREFIXES_SHOWN]
+        ],
+        ("hits", "tokens"),
+    )
 
 
 def _workers(document: StatusDocument) -> Section:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from tierkv.core.ids import Tier
+from tierkv.core.top_prefixes import TopPrefixes
 
 TIERS = tuple(tier.label for tier in Tier)
 
@@ -105,6 +106,7 @@ class Counters:
         "optional_copies_dropped",
         "promotions",
         "rpc_requests",
+        "top_prefixes",
         "transfer_bytes",
         "wal_bytes",
         "wal_frames",
@@ -115,6 +117,7 @@ class Counters:
         self.hit_tokens = dict.fromkeys(TIERS, 0)
         self.hit_window = HitWindow(window_tokens)
         self.namespace_tokens: dict[int, list[int]] = {}
+        self.top_prefixes = TopPrefixes()
         self.evictions: dict[tuple[str, str, str], int] = {}
         self.promotions = {tier: 0 for tier in TIERS if tier != TIERS[Tier.DEVICE]}
         self.breaker_trips = {TIERS[Tier.DISK]: 0}

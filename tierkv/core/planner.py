@@ -25,6 +25,7 @@ from tierkv.core.sealing import Sealer
 from tierkv.core.sequences import LOCAL_MAX, Sequences, TableView
 from tierkv.core.state import Lease, PoolShape, Sequence, State
 from tierkv.core.storing import Stored, Storer, ToStore
+from tierkv.core.top_prefixes import Root
 from tierkv.errors import (
     CorruptionError,
     InvalidArgument,
@@ -166,8 +167,17 @@ class Planner:
         rows = self._named(namespace, hi, lo)
         self.placement.touch(rows[rows >= 0], found=True)
         tokens = self.state.pools[pool].block_tokens
+        self._count_chains(namespace, rows[rows >= 0], tokens)
         looked_for = (len(hi) + missed) * tokens
         self.placement.counters.looked_up(namespace, looked_for, device=len(hi) * tokens)
+
+    def _count_chains(self, namespace: int, rows: I64, block_tokens: int) -> None:
+        """Chains that were found, one behind the other, each with its first block last."""
+        blocks = self.state.blocks
+        ends = np.flatnonzero(blocks.parent[rows] == 0)
+        for row, found in zip(rows[ends].tolist(), np.diff(ends, prepend=-1).tolist(), strict=True):
+            root = Root(namespace, int(blocks.hash_hi[row]), int(blocks.hash_lo[row]))
+            self.placement.counters.top_prefixes.add(root, found * block_tokens)
 
     def doubt(self, namespace: int, hi: U64, lo: U64) -> None:
         """A worker found these blocks damaged in the device tier: check them before they are used.
@@ -299,6 +309,9 @@ class Planner:
         self.placement.touch(sequence.rows[::-1], found=True)
         view = self._sequences.view(sequence)
         tokens = chain.tokens.shape[1]
+        if found := sum(hits):
+            root = Root(sequence.namespace, int(chain.hi[0]), int(chain.lo[0]))
+            self.placement.counters.top_prefixes.add(root, found * tokens)
         self.placement.counters.looked_up(
             sequence.namespace,
             len(chain) * tokens,

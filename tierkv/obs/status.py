@@ -115,13 +115,31 @@ class PrefixStatus(msgspec.Struct, kw_only=True):
     hit_tokens_by_tier: dict[str, int] = {}
 
 
+class TopPrefixStatus(msgspec.Struct, kw_only=True):
+    """Prompts that begin alike, by the hash of the block that they have in common (hex).
+
+    ``hits``: how often such a prefix was found since the start; ``hit_tokens`` may be too many by
+    ``error_tokens``, for only the most frequent ones are counted.
+    """
+
+    hash: str
+    namespace: int
+    hits: int
+    hit_tokens: int
+    error_tokens: int = 0
+
+
 class EvictionStatus(msgspec.Struct, kw_only=True):
-    """Blocks that left a tier since the start, by where a copy was left, and why."""
+    """Blocks that left a tier since the start: by where a copy was left, "none" or the tier.
+
+    ``why`` is the ``reason`` in words.
+    """
 
     from_tier: str
     to_tier: str
     reason: str
     blocks: int
+    why: str = ""
 
 
 class WalStatus(msgspec.Struct, kw_only=True):
@@ -266,6 +284,7 @@ class StatusDocument(msgspec.Struct, kw_only=True):
     workers: list[WorkerStatus] = []
     namespaces: list[NamespaceStatus] = []
     prefix: PrefixStatus = msgspec.field(default_factory=PrefixStatus)
+    top_prefixes: list[TopPrefixStatus] = []
     evictions: dict[str, int] = {}
     evicted: list[EvictionStatus] = []
     wal: WalStatus = msgspec.field(default_factory=WalStatus)

@@ -13,7 +13,7 @@ from tierkv_wal import SLOT_BYTES, WalWriter
 from tierkv import __version__
 from tierkv.config.schema import Config
 from tierkv.core.arrays import distinct
-from tierkv.core.counters import Counters
+from tierkv.core.counters import REASONS, Counters
 from tierkv.core.ids import Tier
 from tierkv.core.pins import pins_of
 from tierkv.core.state import State
@@ -29,6 +29,7 @@ from tierkv.obs.status import (
     RecoveryStatus,
     StatusDocument,
     TierStatus,
+    TopPrefixStatus,
     WalStatus,
 )
 from tierkv.service.assembly import Parts
@@ -39,6 +40,9 @@ from tierkv.service.room import Room
 from tierkv.service.sessions import Sessions
 from tierkv.tiers.arena import Arena
 from tierkv.units import about_bytes, format_ratio
+
+TOP_PREFIXES = 10
+"""How many the status document names."""
 
 
 @dataclass
@@ -93,6 +97,7 @@ class StatusReader:
                 hit_tokens_by_tier=dict(counters.hit_tokens),
             ),
             evictions=counters.evictions_status(),
+            top_prefixes=_top_prefixes(counters),
             evicted=_evicted(counters),
             wal=WalStatus(
                 appended_lsn=self.writer.appended_lsn,
@@ -182,9 +187,28 @@ class StatusReader:
         return found
 
 
+def _top_prefixes(counters: Counters) -> list[TopPrefixStatus]:
+    return [
+        TopPrefixStatus(
+            hash=f"{root.hash_hi:016x}{root.hash_lo:016x}",
+            namespace=root.namespace,
+            hits=found.times,
+            hit_tokens=found.tokens,
+            error_tokens=found.error_tokens,
+        )
+        for root, found in counters.top_prefixes.largest(TOP_PREFIXES)
+    ]
+
+
 def _evicted(counters: Counters) -> list[EvictionStatus]:
     return [
-        EvictionStatus(from_tier=from_tier, to_tier=to_tier, reason=reason, blocks=blocks)
+        EvictionStatus(
+            from_tier=from_tier,
+            to_tier=to_tier,
+            reason=reason,
+            blocks=blocks,
+            why=REASONS.get(reason, ""),
+        )
         for (from_tier, to_tier, reason), blocks in sorted(counters.evictions.items())
     ]
 
