@@ -84,7 +84,10 @@ def test_every_option_says_what_it_does(name: str) -> None:
             assert parameter.help, f"{name} {parameter.opts}"
 
 
-QUICK = ("status", "stat", "top", "reload", "drain", "unit", "config", "completion", "doctor")
+QUICK = (
+    *("status", "stat", "top", "config", "completion", "doctor", "drain", "reload", "unit"),
+    *("ls", "inspect", "pin", "unpin", "delete", "warm", "verify", "wal"),
+)
 """Commands that people wait for: none of them takes a library with it that it may not need."""
 
 HEAVY = ("torch", "numpy", "lmdb", "prometheus_client", "rich", "asyncio", "uvloop", "ctypes")
@@ -103,7 +106,19 @@ def test_quick_commands_import_nothing_heavy(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["status"], ["stat"], ["status", "--socket", "/none"], ["reload"], ["drain"]]
+    "arguments",
+    [
+        ["status"],
+        ["stat"],
+        ["status", "--socket", "/none"],
+        ["reload"],
+        ["drain"],
+        ["ls"],
+        ["inspect", "namespace/1"],
+        ["pin", "--tenant", "x"],
+        ["delete", "--tenant", "x", "--yes"],
+        ["warm"],
+    ],
 )
 def test_asking_a_daemon_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
