@@ -67,11 +67,11 @@ STORE = "tierkv.service.store"
 READING = "tierkv.native.reading"
 
 WAL_SYNC = """        try:
-            await self._in_thread(self._writer.sync)
+            durable_lsn = await self._in_thread(self._writer.sync)
         except (OSError, WalError) as error:
             self._journal.die(error)
             raise
-        self.on_sync(time.monotonic() - started)
+        self.on_sync(durable_lsn, time.monotonic() - started)
 """
 DISK_SYNC = """        if self._disk is not None:
             try:

@@ -71,7 +71,7 @@ class SimulatedDaemon:
         self.recovered = open_store(config, machine)
         ledger.incarnation(self.recovered)
         self._note_states(self.recovered)
-        self.parts: Parts = assemble(config, self.recovered, Counters(), self)
+        self.parts: Parts = assemble(config, self.recovered, Counters(), hooks=self, deaths=self)
         self._note_replies(self.parts)
         lifecycle = Lifecycle()
         for state in (DaemonState.RECOVERING, DaemonState.SERVING):
@@ -122,7 +122,7 @@ class SimulatedDaemon:
 
     # --- hooks and observer -----------------------------------------------------------------------
 
-    def synced(self, seconds: float) -> None: ...
+    def synced(self, lsn: int, seconds: float) -> None: ...
 
     def written(self, records: int, seconds: float) -> None: ...
 

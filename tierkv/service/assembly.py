@@ -36,8 +36,8 @@ from tierkv.tiers.tables import ArenaTables
 class Hooks(Protocol):
     """Who wants to know what the parts do. Durations in seconds."""
 
-    def synced(self, seconds: float) -> None:
-        """The log was synced."""
+    def synced(self, lsn: int, seconds: float) -> None:
+        """The log was synced, up to there."""
 
     def checkpointed(self, seconds: float) -> None:
         """A checkpoint was made."""
@@ -59,6 +59,10 @@ class Hooks(Protocol):
 
     def attended(self, waited_s: list[float]) -> None:
         """A round of attention begins, with requests that waited so long."""
+
+
+class Deaths(Protocol):
+    """Who ends the process when its state is in doubt."""
 
     def log_died(self, error: Exception) -> None:
         """The log failed: the process must end."""
@@ -119,7 +123,9 @@ class Parts:
         self.journal.close()
 
 
-def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Hooks) -> Parts:
+def assemble(
+    config: Config, recovered: Recovered, counters: Counters, *, hooks: Hooks, deaths: Deaths
+) -> Parts:
     """Build everything on what recovery left. Call on the event loop."""
     state, arenas = recovered.state, recovered.arenas
     power = config.wal.durability == "power"
@@ -128,7 +134,7 @@ def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Ho
         recovered.writer,
         config.wal.durability,
         config.wal.none_flush_s,
-        hooks.log_died,
+        deaths.log_died,
         hooks.synced,
         hooks.written,
     )
@@ -154,7 +160,7 @@ def assemble(config: Config, recovered: Recovered, counters: Counters, hooks: Ho
         queue_blocks=config.disk.queue_blocks,
     )
     engine.on_move = hooks.moved
-    engine.on_broken = hooks.broken
+    engine.on_broken = deaths.broken
     checkpointer = Checkpointer(
         state,
         recovered.specs,

@@ -62,7 +62,7 @@ class Checkpointer:
         self.last_duration_s = 0.0
         self.last_unix_s = time.time()
         self.on_done: Callable[[float], None] = lambda _seconds: None
-        self.on_sync: Callable[[float], None] = lambda _seconds: None
+        self.on_sync: Callable[[int, float], None] = lambda _lsn, _seconds: None
 
     @property
     def age_s(self) -> float:
@@ -119,11 +119,11 @@ class Checkpointer:
     async def _store(self, content: IndexChanges, lsn: int) -> None:
         started = time.monotonic()
         try:
-            await self._in_thread(self._writer.sync)
+            durable_lsn = await self._in_thread(self._writer.sync)
         except (OSError, WalError) as error:
             self._journal.die(error)
             raise
-        self.on_sync(time.monotonic() - started)
+        self.on_sync(durable_lsn, time.monotonic() - started)
         if self._disk is not None:
             try:
                 await self._in_thread(self._disk.sync)

@@ -22,8 +22,6 @@ from tierkv import __version__
 from tierkv.config.change import Change
 from tierkv.config.schema import Config
 from tierkv.core.counters import Counters
-from tierkv.core.effects import Move
-from tierkv.core.ids import Tier
 from tierkv.core.placement import Placement
 from tierkv.errors import ConfigError, NotReady, TierFailed, TierFull, TierkvError
 from tierkv.gpu import Gpu, GpuFailed
@@ -47,6 +45,7 @@ from tierkv.service.fd_store import FdStore
 from tierkv.service.last_status import write_last_status
 from tierkv.service.lifecycle import DaemonState, Lifecycle
 from tierkv.service.machine import Machine, RealMachine
+from tierkv.service.measured import Measured
 from tierkv.service.operations import Operations
 from tierkv.service.progress import Progress
 from tierkv.service.recovered import Recovered
@@ -81,9 +80,6 @@ EXIT_CONFIG = 78
 
 TICK_S = 0.1
 DRAIN_S = 30.0
-
-SLOW_SYNC_S = 1.0
-"""A sync of the log that takes this long is worth a warning."""
 
 
 def run(config: Config, read: Callable[[], Config]) -> int:
@@ -220,7 +216,8 @@ class _Daemon:
         metrics_port: int,
     ) -> None:
         config = self._reloader.config
-        parts = assemble(config, recovered, self._counters, self)
+        measured = Measured(self._metrics)
+        parts = assemble(config, recovered, self._counters, hooks=measured, deaths=self)
         self._reader = StatusReader(
             config,
             self._lifecycle,
@@ -235,7 +232,7 @@ class _Daemon:
             parts,
             self._lifecycle,
             lambda: to_plain(self._document()),
-            observer=self,
+            observer=measured,
             slow=self._slow,
             operations=operations,
         )
@@ -347,56 +344,10 @@ class _Daemon:
         except OSError as error:
             log.warning("cannot write the last status: %s", error)
 
-    # --- what the parts report --------------------------------------------------------------------
-
-    def answered(self, verb: str, code: str, seconds: float) -> None:
-        """See call.Observer."""
-        self._counters.answered(verb, code)
-        self._metrics.rpc_duration[verb].observe(seconds)
-        if verb == "reserve" and code in ("ok", "pool_exhausted"):
-            outcome = "ok" if code == "ok" else "exhausted"
-            self._metrics.block_alloc_duration[outcome].observe(seconds)
-
-    def synced(self, seconds: float) -> None:
-        """See assembly.Hooks."""
-        self._metrics.wal_fsync_duration.observe(seconds)
-        if seconds >= SLOW_SYNC_S and self._reader is not None:
-            lsn = self._reader.writer.durable_lsn
-            log.warning("slow sync of the log", extra={"took_s": round(seconds, 3), "lsn": lsn})
-
-    def written(self, records: int, seconds: float) -> None:
-        """See assembly.Hooks."""
-        self._metrics.wal_batch_records.observe(records)
-        self._metrics.wal_append_duration.observe(seconds)
-
-    def block_gone(self, lived_s: float) -> None:
-        """See assembly.Hooks."""
-        self._metrics.block_lifetime.observe(lived_s)
-
-    def block_left(self, tier: Tier, idle_s: float) -> None:
-        """See assembly.Hooks."""
-        self._metrics.block_idle_before_evict[tier.label].observe(idle_s)
-
-    def block_reused(self, idle_s: float) -> None:
-        """See assembly.Hooks."""
-        self._metrics.block_reuse_gap.observe(idle_s)
-
-    def checkpointed(self, seconds: float) -> None:
-        """See assembly.Hooks."""
-        self._metrics.checkpoint_duration.observe(seconds)
-
-    def moved(self, move: Move, seconds: float) -> None:
-        """See assembly.Hooks."""
-        self._metrics.transfer_duration[move.source.label, move.target.label].observe(seconds)
-
-    def attended(self, waited_s: list[float]) -> None:
-        """See assembly.Hooks."""
-        self._metrics.attend_batch.observe(len(waited_s))
-        for seconds in waited_s:
-            self._metrics.attend_wait.observe(seconds)
+    # --- what ends it at once ---------------------------------------------------------------------
 
     def log_died(self, error: Exception) -> None:
-        """See assembly.Hooks."""
+        """See assembly.Deaths."""
         if not isinstance(error, OSError | WalError):
             self.broken(error)
         self._forgive_this_start()
@@ -406,7 +357,7 @@ class _Daemon:
         os._exit(EXIT_IO)
 
     def broken(self, error: BaseException) -> None:
-        """See assembly.Hooks."""
+        """See assembly.Deaths."""
         if isinstance(error, GpuFailed):
             # What lies on the GPU is lost; all that was acknowledged is in the log, the host tier
             # and on disk, and only a new process gets a driver that works.

@@ -33,8 +33,8 @@ class Journal:
 
     ``on_death`` is called once if the log cannot be written or synced, or the state refuses
     records: the daemon must exit, for nobody knows what the disk holds now, or whether the state
-    is what the log says. No reply is released any more. ``on_sync`` hears how long each sync took,
-    ``on_write`` how many records each write had, and how long it took.
+    is what the log says. No reply is released any more. ``on_sync`` hears up to which LSN a sync
+    went, ``on_write`` how many records a write had, and both how long it took.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Journal:
         durability: str,
         none_flush_s: float,
         on_death: Callable[[Exception], None],
-        on_sync: Callable[[float], None] = lambda _seconds: None,
+        on_sync: Callable[[int, float], None] = lambda _lsn, _seconds: None,
         on_write: Callable[[int, float], None] = lambda _records, _seconds: None,
     ) -> None:
         self._state = state
@@ -219,7 +219,7 @@ class Journal:
         if error is not None:
             self.die(error)
             return
-        self._on_sync(seconds)
+        self._on_sync(done.result(), seconds)
         self._release_waiting()
         self._start_sync()
 
