@@ -100,7 +100,7 @@ def _stale_tail(daemon: Daemon, lease: int) -> None:
     daemon.payload(daemon.slots(lease, 1)[0])[:] = tail_content([1, 2])
     daemon.planner.suspend(lease, 1)
     rows = daemon.planner.sequence(lease, 1).rows
-    daemon.run(daemon.placement._demote(Tier.DEVICE, 0, rows))
+    daemon.run(daemon.placement._demote(Tier.DEVICE, 0, rows, "new_blocks"))
     daemon.write()
     daemon.writer.sync()
     daemon.run(daemon.planner.resume(lease, 1))
