@@ -61,9 +61,19 @@ def found(daemon: Daemon) -> int:
         return int(client.namespace(SPEC).lookup(PROMPT).tokens)
 
 
-def test_fewer_than_three_lose_nothing(daemon: Daemon) -> None:
-    die_in_recovery(daemon, 1)
+def test_fewer_than_three_lose_nothing_and_not_all_deaths_count(daemon: Daemon) -> None:
+    """Not failures of the machine, a mistake in the configuration, or being told to stop."""
     die_in_recovery(daemon, FAILURES_MAX - 1)
+    for error in ("EIO", "ENOSPC"):
+        assert start_that_meets(daemon, f"openat:error={error}") == EXIT_FAILED
+    daemon.settings["arena.numa"] = "99"
+    daemon.launch()
+    assert daemon.wait() == EXIT_CONFIG
+    del daemon.settings["arena.numa"]
+    # Told to stop while it opens the index, killed when it writes it.
+    told = "openat:signal=SIGTERM:delay_exit=500000:when=1"
+    assert start_that_meets(daemon, told, "fdatasync:signal=SIGKILL") == -signal.SIGKILL
+    assert count(daemon) == str(FAILURES_MAX - 1)
     daemon.start()
     assert found(daemon) == len(PROMPT)
     # They are forgotten once a daemon has served.
@@ -73,10 +83,16 @@ def test_fewer_than_three_lose_nothing(daemon: Daemon) -> None:
 
 def test_after_three_the_cache_starts_empty_and_says_so(daemon: Daemon) -> None:
     die_in_recovery(daemon, FAILURES_MAX)
+    # Dying while the log (the first renaming) is set aside, but not yet the index, is gone on with.
+    daemon._launcher = [*STRACE, "-e", "trace=rename"]
+    daemon._launcher += ["-e", "inject=rename:signal=SIGKILL:when=2", "--"]
+    daemon.launch()
+    assert daemon.wait() == -signal.SIGKILL
+    daemon._launcher = []
     daemon.start()
     assert found(daemon) == 0
-    aside = sorted(os.listdir(daemon.state / "quarantine"))
-    assert aside == ["FORMAT.0", "index.0", "wal.0"]
+    aside = os.listdir(daemon.state / "quarantine")
+    assert {"FORMAT.0", "index.0", "wal.0"} <= set(aside)
     assert "level=critical" in daemon.said()
     assert f"{FAILURES_MAX} starts in a row died before they served" in daemon.said()
     (problem,) = [one for one in daemon.status()["problems"] if one["level"] == "critical"]
@@ -92,29 +108,12 @@ def test_after_three_the_cache_starts_empty_and_says_so(daemon: Daemon) -> None:
     assert found(daemon) == len(PROMPT)
 
 
-def test_dying_while_it_is_set_aside_is_gone_on_with(daemon: Daemon) -> None:
-    die_in_recovery(daemon, FAILURES_MAX)
-    # The first brings the log away. The second would the index.
-    daemon._launcher = [*STRACE, "-e", "trace=rename"]
-    daemon._launcher += ["-e", "inject=rename:signal=SIGKILL:when=2", "--"]
-    daemon.launch()
-    assert daemon.wait() == -signal.SIGKILL
-    daemon._launcher = []
-    daemon.start()
-    assert found(daemon) == 0
-    assert {"index.0", "wal.0"} <= set(os.listdir(daemon.state / "quarantine"))
-    with daemon.connect() as client:
-        store(client.namespace(SPEC), PROMPT)
-    assert found(daemon) == len(PROMPT)
-
-
 def test_whoever_wants_to_look_first_is_left_everything(daemon: Daemon) -> None:
     before = _files(daemon.state)
     daemon.settings["recovery.on_repeated_failure"] = "refuse"
     die_in_recovery(daemon, FAILURES_MAX)
-    for _ in range(2):
-        daemon.launch()
-        assert daemon.wait() == EXIT_CONFIG
+    daemon.launch()
+    assert daemon.wait() == EXIT_CONFIG
     assert str(daemon.state / NAME) in daemon.said()
     (daemon.state / NAME).unlink()
     before.pop(NAME)
@@ -130,20 +129,3 @@ def _files(folder: Path) -> Mapping[str, int]:
         for path in folder.rglob("*")
         if path.is_file() and "lock" not in path.name.lower()
     }
-
-
-def test_what_tells_nothing_against_the_store_does_not_count(daemon: Daemon) -> None:
-    """Failures of the machine, a mistake in the configuration, and being told to stop."""
-    die_in_recovery(daemon, FAILURES_MAX - 1)
-    for error in ("EIO", "ENOSPC"):
-        assert start_that_meets(daemon, f"openat:error={error}") == EXIT_FAILED
-    daemon.settings["arena.numa"] = "99"
-    daemon.launch()
-    assert daemon.wait() == EXIT_CONFIG
-    del daemon.settings["arena.numa"]
-    # Told to stop while it opens the index, killed when it writes it.
-    told = "openat:signal=SIGTERM:delay_exit=500000:when=1"
-    assert start_that_meets(daemon, told, "fdatasync:signal=SIGKILL") == -signal.SIGKILL
-    assert count(daemon) == str(FAILURES_MAX - 1)
-    daemon.start()
-    assert found(daemon) == len(PROMPT)

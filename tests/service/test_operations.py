@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 import tierkv
 from tests.service.blocks import SPEC, check, fill, tokens
 from tests.service.raw import Peer
-from tests.service.running import Daemon, running, until
+from tests.service.running import Daemon, run_cli, running, until
 from tests.service.test_who_may_connect import STRANGER_UID, as_user
 from tierkv import aio
 from tierkv.errors import ConfigError, NotReady, TierkvError, Unavailable
@@ -157,6 +158,37 @@ def test_sighup_reloads(configured: tuple[Daemon, Path]) -> None:
     file.write_text('[log]\nlevel = "debug"\n')
     daemon.signal(signal.SIGHUP)
     until(lambda: "changed=log.level" in daemon.said(), "for the reload")
+
+
+def run(daemon: Daemon, *arguments: str) -> tuple[int, str, str]:
+    done = run_cli(*arguments, extra={"TIERKV_SOCKET": str(daemon.socket)})
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_commands(configured: tuple[Daemon, Path]) -> None:
+    daemon, file = configured
+    file.write_text('[log]\nlevel = "debug"\n[attend]\nthreads = 2\n')
+    assert run(daemon, "reload") == (
+        0,
+        "changed: log.level\nchanged, but needs a restart: attend.threads\n",
+        "",
+    )
+    file.write_text("[log]\nlevels = 3\n")
+    code, out, err = run(daemon, "reload", "--json")
+    assert (code, out) == (78, "")
+    assert "log.levels: unknown key" in err
+    with daemon.connect() as client:
+        fill(client.namespace(SPEC), tokens(3, seed=1))
+        code, out, _ = run(daemon, "drain")
+        assert code == 0
+        assert out.startswith("the daemon drains: 1 lease is held, ")
+    code, out, _ = run(daemon, "drain", "--wait", "--json")
+    assert code == 0
+    assert json.loads(out) == {"drains": True, "leases": 0, "unwritten": 0, "writing": False}
+    assert run(daemon, "status")[0] == 75
+    assert run(daemon, "drain", "--undo") == (0, "the daemon takes new workers\n", "")
+    assert run(daemon, "drain", "--undo", "--wait")[0] == 2
+    assert run(daemon, "drain", "--socket", "/none")[0] == 3
 
 
 async def _by_asyncio(daemon: Daemon) -> None:
