@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
@@ -43,6 +44,13 @@ def test_a_slow_request_is_logged_with_its_phases_and_ids(caplog: pytest.LogCapt
     assert record.levelno == logging.WARNING
     expected = {"code": "ok", "took_s": 1.0, "disk_to_device_s": 0.5, "request": 7, "lease": 2}
     assert expected.items() <= vars(record).items()
+
+
+def test_of_a_request_that_is_to_wait_nobody_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    Slow(0.5).tell(dataclasses.replace(MOVES, verb="flush", patient=True))
+    (record,) = caplog.records
+    assert (record.getMessage(), record.levelno) == ("slow request: flush", logging.INFO)
 
 
 def test_a_quick_one_is_not_wanted() -> None:

@@ -17,8 +17,8 @@ def _nobody(_timeline: Timeline) -> None:
 class Slow:
     """Logs requests that took ``slow_s`` or longer, and hands them to ``trace``.
 
-    Of the others it hands one in ``sample_every`` to ``trace``; 0 = none. The log's own limit on
-    repeats holds for slow requests, too.
+    As warnings, but for patient ones, whose time is no news. Of the others it hands one in
+    ``sample_every`` to ``trace``; 0 = none. The log's own limit on repeats holds here, too.
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class Slow:
         if timeline.seconds < self.slow_s:
             return
         fields = {name: round(value, 6) for name, value in timeline.totals().items()}
-        log.warning(
+        log.log(
+            logging.INFO if timeline.patient else logging.WARNING,
             "slow request: %s",
             timeline.verb,
             extra={

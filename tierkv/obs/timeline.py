@@ -21,13 +21,17 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One request that was answered. ``seconds`` until its reply; ``ids`` say what it was about."""
+    """One request that was answered. ``seconds`` until its reply; ``ids`` say what it was about.
+
+    ``patient``: to wait is what it is for.
+    """
 
     verb: str
     code: str
     began_s: float
     seconds: float
     phases: list[Phase]
+    patient: bool = False
     ids: Mapping[str, object] = field(default_factory=dict)
 
     def totals(self) -> dict[str, float]:

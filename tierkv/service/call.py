@@ -21,6 +21,9 @@ VERB_NAMES: dict[type[m.Message], str] = {
     verb: str(verb.__struct_config__.tag) for verb in get_args(m.Request)
 }
 
+PATIENT = (m.Flush, m.Await, *get_args(m.OperatorRequest))
+"""Who asks one of these wants to wait until something is done, however long that takes."""
+
 _IDS = ("namespace", "sequence", "new_sequence", "stock", "new_stock")
 """Fields of requests that name what they are about."""
 
@@ -119,6 +122,7 @@ class Call:
                 Phase("log", self._done_s, released_s - self._done_s),
                 Phase("reply", released_s, now_s - released_s),
             ],
+            patient=isinstance(message, PATIENT),
             ids={
                 "request": self._id,
                 "lease": self._worker.lease,
