@@ -42,6 +42,7 @@ STATUS = StatusDocument(
     wal=WalStatus(segments=6, unsynced_bytes=640, since_checkpoint_bytes=320),
     in_flight=7,
     only_in_ram_blocks=9,
+    pins=10,
     namespaces=[
         NamespaceStatus(
             id=0,
@@ -108,6 +109,7 @@ def test_numbers_of_the_status(metrics: Metrics) -> None:
         "tierkv_rpc_in_flight": 7,
         "tierkv_behind_blocks": 8,
         "tierkv_only_in_ram_blocks": 9,
+        "tierkv_pins": 10,
         "tierkv_wal_since_checkpoint_bytes": 320,
         'tierkv_tenant_blocks{tenant="acme"}': 3,
         'tierkv_tenant_tier_bytes{tenant="acme",tier="host"}': 8192,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tierkv.core.counters import REASONS
@@ -64,7 +65,7 @@ computed until somebody asks: a page takes a few milliseconds, so that it may be
 second.
 
 How long blocks live, how long they are unused and the time between two uses are measured on a
-sample: one block of {SAMPLE}, by its id, {WATCHED_MAX:,} at most at a time (about 5 MiB). What
+sample: one block of {SAMPLE}, by its id, and {WATCHED_MAX:,} at most at a time (about 5 MiB). What
 happens to blocks is noted when it happens and looked at ten times a second, so these times are
 exact to a tenth of a second.
 
@@ -113,10 +114,15 @@ def markdown() -> str:
     ]
     reasons = [f"| `{reason}` | {meaning} |\n" for reason, meaning in REASONS.items()]
     alerts = [
-        f"| `{alert.name}` | {alert.severity} | {alert.holds} | {alert.summary} |\n"
+        f"| `{alert.name}` | {alert.severity} | {alert.holds} | {_read(alert.summary)} |\n"
         for alert in ALERTS
     ]
     return "".join([_INTRO, *rows, _REASONS, *reasons, _COST, _ALERTS, *alerts, _BUCKETS, *buckets])
+
+
+def _read(text: str) -> str:
+    """A text of an alert as a person reads it: "tierkv's TIER tier"."""
+    return re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: found[1].upper(), text)
 
 
 if __name__ == "__main__":

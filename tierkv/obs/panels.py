@@ -229,7 +229,10 @@ _FULL = Row(
             "Blocks in each tier",
             "A block may have copies in several tiers.",
             "short",
-            (Query(by("tier", of("tierkv_blocks")), "{{tier}}"),),
+            (
+                Query(by("tier", of("tierkv_blocks")), "{{tier}}"),
+                Query(by("", of("tierkv_pins")), "chains that are pinned"),
+            ),
         ),
         Panel(
             "Memory of the RAM tiers",

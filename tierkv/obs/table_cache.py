@@ -220,6 +220,13 @@ _TIERS = (
         counted(lambda counters: counters.breaker_trips),
     ),
     Declared(
+        "tierkv_pins",
+        Type.GAUGE,
+        "Chains of blocks that operators keep in the cache.",
+        "What is pinned makes no room for anybody else.",
+        read=value(lambda counters, status: status.pins),
+    ),
+    Declared(
         "tierkv_only_in_ram_blocks",
         Type.GAUGE,
         "Blocks without a copy on disk, those that are being filled among them.",
