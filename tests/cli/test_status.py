@@ -18,6 +18,7 @@ from tierkv.cli import render, report
 from tierkv.errors import NotReady, TierkvError, Unavailable
 from tierkv.obs.status import (
     CheckpointStatus,
+    ConfigStatus,
     EvictionStatus,
     HeldStatus,
     MemoryStatus,
@@ -159,17 +160,18 @@ ago         level    times  what
 1 h 01 min  warning      3  the disk is slow tier=disk
 
 Does it pay, and does it run well?
-what         now
-prefix hits  75% of the latest tokens
-since start  1,500 of 2,000 tokens
-found in     none yet
-blocks       1,234
-workers      2 connected, 2 leases, 1,003 sequences, 0 requests wait
-disk reads   threads
-event loop   99.9% of turns within 0.00 us, the longest 0.00 us
-memory       device 768 MiB (512 MiB in huge pages), 256 MiB to be taken, node 0, host 1.00 MiB
-memory kept  device 3.00 MiB
-native       no: there was no compiler
+what           now
+prefix hits    75% of the latest tokens
+since start    1,500 of 2,000 tokens
+found in       none yet
+blocks         1,234, 0 pinned chains
+workers        2 connected, 2 leases, 1,003 sequences, 0 requests wait
+disk reads     threads
+event loop     99.9% of turns within 0.00 us, the longest 0.00 us
+configuration  as it was read last
+memory         device 768 MiB (512 MiB in huge pages), 256 MiB to be taken, node 0, host 1.00 MiB
+memory kept    device 3.00 MiB
+native         no: there was no compiler
 """
 
 
@@ -274,6 +276,17 @@ def test_a_store_without_disk_and_a_log_without_lag() -> None:
     document.tiers["disk"].state = "ok"
     (safety,) = [one for one in report.sections(document) if one.title == "Is the data safe?"]
     assert {row[0]: row[1] for row in safety.rows}["disk copies"] == "every block has one"
+
+
+def test_a_configuration_that_does_not_hold_is_said() -> None:
+    def told(**fields: Any) -> str:
+        document = StatusDocument(version="1", state="serving", config=ConfigStatus(**fields))
+        (rest,) = [one for one in report.sections(document) if "run well" in one.title]
+        return {row[0]: row[1] for row in rest.rows}["configuration"]
+
+    assert told() == "as it was read last"
+    assert told(ok=False, error="bad") == "could not be read anew, the one before holds: bad"
+    assert told(needs_restart=["a.b"]) == "changed, but a restart is needed for a.b"
 
 
 def test_those_who_use_most_come_first() -> None:

@@ -139,6 +139,18 @@ def test_what_is_wrong_is_said_first(browser: Chromium) -> None:
         page.close()
 
 
+def test_what_an_operator_has_left_to_do_is_said(browser: Chromium) -> None:
+    document = busy()
+    document.config.needs_restart = ["device.bytes", "disk.dir"]
+    with showing(document) as daemon:
+        page = shown(browser, daemon.url)
+        assert page.run("document.querySelector('#verdict').className") == "verdict warn"
+        assert "need a restart: device.bytes, disk.dir." in page.text("#more")
+        document.config.ok, document.config.error = False, "wal.x: unknown key"
+        page.until("document.querySelector('#more').innerText.includes('wal.x: unknown key')")
+        page.close()
+
+
 def test_names_that_others_choose_are_text(browser: Chromium) -> None:
     document = busy()
     document.workers[0].name = document.namespaces[0].model = EVIL

@@ -266,15 +266,25 @@ def _rest(document: StatusDocument) -> Section:
             ("prefix hits", f"{format_ratio(prefix.hit_ratio)} of the latest tokens"),
             ("since start", f"{prefix.hit_tokens:,} of {prefix.lookup_tokens:,} tokens"),
             ("found in", by_tier or "none yet"),
-            ("blocks", f"{document.blocks:,}"),
+            ("blocks", f"{document.blocks:,}, {document.pins:,} pinned chains"),
             ("workers", workers),
             ("disk reads", (disk.io if disk is not None else "") or "no disk tier"),
             ("event loop", loop),
+            ("configuration", _configuration(document)),
             ("memory", _memory(document) or "none"),
             ("memory kept", adopted or "none"),
             ("native", "yes" if document.native else f"no: {document.native_missing}"),
         ],
     )
+
+
+def _configuration(document: StatusDocument) -> str:
+    config = document.config
+    if not config.ok:
+        return f"could not be read anew, the one before holds: {config.error}"
+    if config.needs_restart:
+        return f"changed, but a restart is needed for {', '.join(config.needs_restart)}"
+    return "as it was read last"
 
 
 def _memory(document: StatusDocument) -> str:

@@ -318,7 +318,7 @@ class Recovery(_Section, frozen=True):
 
 
 class Metrics(_Section, frozen=True):
-    """Where /metrics, /healthz, /readyz and /status.json are served."""
+    """Where the status page, /metrics, /healthz, /readyz and /status.json are served."""
 
     tcp: Annotated[str, _text("Loopback address and port; port 0 = any free one.", off=True)] = (
         "127.0.0.1:9464"
