@@ -28,7 +28,9 @@ from tierkv.core.invariants import check_invariants
 from tierkv.core.spec import KVSpec
 from tierkv.core.state import State
 from tierkv.errors import PoolExhausted
-from tierkv.service.recovery import BLOCK_IDS_PER_EPOCH
+from tierkv.service import recovery
+from tierkv.service.recovery import BLOCK_IDS_PER_EPOCH, recover
+from tierkv.service.store import StateDirectory
 from tierkv.service.verify import verify
 
 Start = Callable[..., Daemon]
@@ -607,3 +609,41 @@ def test_a_sound_store_is_not_repaired(machine: Machine) -> None:
     assert daemon.state.epoch == epoch + 1
     assert len(daemon.state.sequences) == len(PROMPTS)
     has_all(daemon)
+
+
+def steps_of_a_start(machine: Machine) -> list[tuple[str, int, int]]:
+    """What the next start tells of how far it is."""
+    config = config_of(machine.folder, **machine.settings)
+    told: list[tuple[str, int, int]] = []
+    directory = StateDirectory.open(Path(config.server.state_dir))
+    recovered = recover(config, directory, lambda *step: told.append(step))
+    recovered.close()
+    directory.close()
+    return told
+
+
+def test_a_start_tells_how_far_it_is(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    worked(machine)
+    machine.crash()
+    monkeypatch.setattr(recovery, "RECORDS_AT_ONCE", 4)
+    told = steps_of_a_start(machine)
+    assert list(dict.fromkeys(what for what, _, _ in told)) == [
+        "reading the index",
+        "replaying the log",
+        "writing the checkpoint",
+    ]
+    replayed = [(done, total) for what, done, total in told if what == "replaying the log"]
+    assert len(replayed) > 1
+    assert replayed == sorted(replayed)
+    assert all(0 < done <= total for done, total in replayed)
+
+
+def test_a_rebuild_tells_how_far_it_is(machine: Machine) -> None:
+    worked(machine)
+    machine.crash()
+    _emptied(index_of(machine))
+    told = steps_of_a_start(machine)
+    read = [(done, total) for what, done, total in told if what == "reading slot headers"]
+    assert read
+    assert read[-1][0] == read[-1][1] > 0
+    assert told[-1] == ("writing the checkpoint", 0, 0)

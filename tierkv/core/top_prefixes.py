@@ -31,25 +31,33 @@ class TopPrefixes:
     (That is the space-saving sketch of Metwally, Agrawal and El Abbadi.)
     """
 
-    __slots__ = ("_found", "_kept")
+    __slots__ = ("_errors", "_kept", "_times", "_tokens")
 
     def __init__(self, kept: int = KEPT) -> None:
         self._kept = kept
-        self._found: dict[Root, Found] = {}
+        self._tokens: dict[Root, int] = {}
+        self._times: dict[Root, int] = {}
+        self._errors: dict[Root, int] = {}
 
     def add(self, root: Root, tokens: int) -> None:
         """Count one chain of which so many tokens were found. Mutates."""
-        known = self._found.get(root)
-        if known is not None:
-            self._found[root] = Found(known.times + 1, known.tokens + tokens, known.error_tokens)
+        counted = self._tokens
+        if root in counted:
+            counted[root] += tokens
+            self._times[root] += 1
             return
         inherited = 0
-        if len(self._found) == self._kept:
-            fewest = min(self._found, key=lambda one: self._found[one].tokens)
-            inherited = self._found.pop(fewest).tokens
-        self._found[root] = Found(1, inherited + tokens, inherited)
+        if len(counted) == self._kept:
+            fewest = min(counted, key=counted.__getitem__)
+            inherited = counted.pop(fewest)
+            del self._times[fewest], self._errors[fewest]
+        counted[root] = inherited + tokens
+        self._times[root], self._errors[root] = 1, inherited
 
     def largest(self, count: int) -> list[tuple[Root, Found]]:
         """Those that brought most tokens, the most first."""
-        ordered = sorted(self._found.items(), key=lambda one: -one[1].tokens)
-        return ordered[:count]
+        ordered = sorted(self._tokens, key=self._tokens.__getitem__, reverse=True)
+        return [
+            (root, Found(self._times[root], self._tokens[root], self._errors[root]))
+            for root in ordered[:count]
+        ]
