@@ -59,9 +59,16 @@ def test_without_a_list_the_sockets_mode_decides() -> None:
 
 
 def test_a_list_restricts_further() -> None:
-    with running({"server.allowed_uids": f"[0, {STRANGER_UID}]"}) as daemon:
+    settings = {
+        "server.allowed_uids": f"[{STRANGER_UID}]",
+        "server.operator_uids": f"[{STRANGER_UID + 2}]",
+    }
+    with running(settings) as daemon:
         daemon.folder.chmod(0o755)
         group = daemon.socket.stat().st_gid
         assert connects_as(daemon, STRANGER_UID, group) == "serving"
+        # Operators and the daemon's own user must be able to operate it.
+        assert connects_as(daemon, STRANGER_UID + 2, group) == "serving"
+        assert connects_as(daemon, os.geteuid(), group) == "serving"
         assert connects_as(daemon, STRANGER_UID + 1, group) == "not_owner"
         assert connects_as(daemon, STRANGER_UID, STRANGER_GID) == "PermissionError"

@@ -149,7 +149,17 @@ class Sandbox:
         """Return once the unit has these properties."""
         names = list(properties)
         wanted = {name: str(value) for name, value in properties.items()}
-        self.until(lambda: self._show_early(unit, names) == wanted, f"for {properties}")
+        shown: dict[str, str] = {}
+
+        def is_so() -> bool:
+            shown.clear()
+            shown.update(self._show_early(unit, names))
+            return shown == wanted
+
+        try:
+            self.until(is_so)
+        except AssertionError as error:
+            raise AssertionError(f"waited for {wanted}, it is {shown}: {error}") from None
 
     def until(self, condition: Callable[[], Any], what: str = "") -> Any:
         """The first true value of ``condition``."""

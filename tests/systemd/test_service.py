@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,8 +29,11 @@ tcp = ""
 BACK_S = 1.5
 """How soon after a kill a worker shall be served again, on a machine that has nothing else to do.
 
-Tests only print what it took: others may run beside them.
+Others may run beside this test. So what it took is only printed, and judged by what it costs.
 """
+
+PAUSE_S = 0.25
+"""What systemd takes to notice the end and to start the next one; 0.1 s of it is RestartSec=."""
 
 GENEROUS_S = 15.0
 
@@ -53,6 +57,12 @@ def sandbox(booted: Sandbox) -> Sandbox:
 def tierkv(sandbox: Sandbox, *arguments: str) -> str:
     """What a command prints that root runs inside."""
     return sandbox.run("env", "STATE_DIRECTORY=/tmp", "tierkv", *arguments)
+
+
+def cpu_s(sandbox: Sandbox) -> float:
+    """CPU time that the daemon has taken so far (proc(5), fields 14 and 15 of stat)."""
+    stat = sandbox.path(f"/proc/{sandbox.main_pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_it_tells_systemd_how_it_is(sandbox: Sandbox) -> None:
@@ -87,9 +97,12 @@ def test_after_a_kill_it_is_back_at_once_and_warm_and_nobody_gets_an_error(
         check(namespace, sequence)
         assert adopted(client) == ["device", "host"]
         assert newcomers == [ALL]
+    start_s = cpu_s(sandbox)
     record_property("back_after_kill_s", back_s)
-    print(f"served again {back_s:.2f} s after kill -9 (wanted: {BACK_S} s)")
+    record_property("start_cpu_s", start_s)
+    print(f"served again {back_s:.2f} s after kill -9; the start took {start_s:.2f} s of a CPU")
     assert back_s < GENEROUS_S
+    assert PAUSE_S + start_s < BACK_S
     assert sandbox.get("/healthz") == (200, "ok\n")
 
 

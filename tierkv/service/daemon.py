@@ -524,7 +524,7 @@ def _gpu(config: Config) -> Gpu | None:
     except KernelError as error:
         raise ConfigError(
             f'device.kind is "cuda", but GPU {device.index} cannot be used: {error}; write "cpu" '
-            "to have the device tier in RAM"
+            "to have the device tier in RAM, or, under systemd, install the drop-in devices.conf"
         ) from error
     log.info("the device tier is memory of a GPU", extra={"gpu": gpu.name, "index": gpu.index})
     return gpu
