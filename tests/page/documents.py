@@ -67,7 +67,11 @@ def busy(at_s: float = UPTIME_S) -> StatusDocument:
             hit_tokens_by_tier={"device": device, "host": host, "disk": disk},
         ),
         top_prefixes=[
-            TopPrefixStatus(hash=f"{k * 0x9E3779B97F4A7C15:032x}", namespace=space, **hits)
+            TopPrefixStatus(
+                hash=f"{k * 0x9E3779B97F4A7C15F39CC0605CEDC834 % 2**128:032x}",
+                namespace=space,
+                **hits,
+            )
             for k, (space, hits) in enumerate(
                 [
                     (1, {"hits": 51_200, "hit_tokens": 9_830_400}),

@@ -238,17 +238,43 @@ def test_on_a_phone_nothing_sticks_out_and_nothing_jumps(browser: Chromium) -> N
         page.close()
 
 
-def test_it_asks_less_when_nobody_looks(browser: Chromium) -> None:
+def test_it_does_not_ask_while_nobody_looks(browser: Chromium) -> None:
     with showing(busy()) as daemon:
         page = shown(browser, daemon.url)
-        page.run(
-            "Object.defineProperty(document, 'hidden', { value: true, configurable: true }); poll()"
+        planned = page.run(
+            """(async () => {
+              const planned = [], real = window.setTimeout;
+              window.setTimeout = (call, ms) => { planned.push(ms); return real(call, ms); };
+              Object.defineProperty(document, "hidden", { value: true, configurable: true });
+              await poll();
+              const hidden = planned.length;
+              delete document.hidden;
+              await poll();
+              return [hidden, planned];
+            })()"""
         )
-        asked = len(page.requests)
-        assert page.run("new Promise((done) => setTimeout(() => done(true), 1500))")
-        assert len(page.requests) == asked
-        page.run("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
-        page.until("performance.getEntriesByName(location.href + 'status.json').length >= 3")
+        assert planned == [0, [1000]]
+        page.run("document.dispatchEvent(new Event('visibilitychange'))")
+        asked = "performance.getEntriesByName(location.href + 'status.json').length"
+        page.until(f"{asked} >= 4")
+        page.close()
+
+
+def test_it_asks_ever_more_seldom_while_nobody_answers(browser: Chromium) -> None:
+    with showing(busy()) as daemon:
+        page = shown(browser, daemon.url)
+        planned = page.run(
+            """(async () => {
+              const planned = [], real = window.setTimeout;
+              window.setTimeout = (call, ms) => { planned.push(ms); return 0; };
+              window.fetch = () => Promise.reject(new Error("away"));
+              for (let k = 0; k < 6; k++) await poll();
+              window.setTimeout = real;
+              return planned;
+            })()"""
+        )
+        assert planned == [2000, 4000, 8000, 10000, 10000, 10000]
+        assert page.text("#says") == "The daemon does not answer."
         page.close()
 
 
