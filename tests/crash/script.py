@@ -10,10 +10,12 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 import tierkv
 from tests.crash.daemon import START_S
@@ -22,15 +24,18 @@ from tests.crash.pattern import SMALL, payload, put, wrong_token
 from tierkv.client.core import Ask
 from tierkv.client.sync import Client, Link, Sequence
 from tierkv.config import schema
+from tierkv.core.prefix import chain_hashes
 from tierkv.core.spec import slot_stride
 from tierkv.errors import TierkvError, Unavailable
-from tierkv.rpc.messages import Reply
+from tierkv.rpc.messages import Delete, Deleted, List, Listed, Pin, Pinned, Reply, Selector
 from tierkv.tiers.disk import disk_slot_bytes
 
 SIZE = SMALL.block_tokens
 CHAINS = 11
 NEW_CHAIN = 100
 REFUSED = "the worker was refused"
+FLUSHED, DELETING, DELETED, PINNED = -1, -2, -3, -4
+"""In place of a chain's number, in the log of what was acknowledged."""
 
 
 def config_of(folder: Path, durability: str) -> schema.Config:
@@ -58,10 +63,15 @@ def chain(number: int, blocks: int) -> list[int]:
 
 @dataclass
 class Acknowledged:
-    """Blocks of each chain that were sealed, and those that were then flushed, as far as told."""
+    """Blocks of each chain that were sealed, and those that were then flushed, as far as told.
+
+    ``deleted`` and ``pinned`` chains are that for good. One that may have been is owed to nobody.
+    """
 
     sealed: dict[int, int] = field(default_factory=dict)
     flushed: dict[int, int] = field(default_factory=dict)
+    deleted: set[int] = field(default_factory=set)
+    pinned: set[int] = field(default_factory=set)
 
     @classmethod
     def read(cls, path: Path) -> Acknowledged:
@@ -71,8 +81,15 @@ class Acknowledged:
             if not line.endswith("\n"):
                 break
             number, blocks = json.loads(line)
-            if number < 0:
+            if number == FLUSHED:
                 told.flushed = dict(told.sealed)
+            elif number == DELETING:
+                told.sealed.pop(blocks, None)
+                told.flushed.pop(blocks, None)
+            elif number == DELETED:
+                told.deleted.add(blocks)
+            elif number == PINNED:
+                told.pinned.add(blocks)
             else:
                 told.sealed[number] = max(blocks, told.sealed.get(number, 0))
         return told
@@ -81,7 +98,7 @@ class Acknowledged:
     def forget_unflushed(path: Path) -> None:
         """After a kill, with durability "none": the rest was never promised, nor will it be."""
         lines = path.read_text().splitlines(keepends=True)
-        while lines and json.loads(lines[-1])[0] >= 0:
+        while lines and json.loads(lines[-1])[0] != FLUSHED:
             lines.pop()
         path.write_text("".join(lines))
 
@@ -179,8 +196,31 @@ class Worker:
     def flush(self) -> None:
         # The client's own flush would wait ten minutes for the next daemon.
         self._client._run(self._client._core.flush())
-        self._log(-1, 0)
+        self._log(FLUSHED, 0)
         self.rest()
+
+    def pin(self, number: int) -> None:
+        """Pin a whole chain."""
+        self._client.operate(Pin(Selector(hash=self.name_of(number))), Pinned)
+        self._log(PINNED, number)
+        self.rest()
+
+    def delete(self, number: int) -> None:
+        """Delete a chain from its first block on."""
+        self._log(DELETING, number)
+        wanted = Delete(Selector(hash=self.name_of(number, 1)), really=True)
+        self._client.operate(wanted, Deleted)
+        self._log(DELETED, number)
+        self.rest()
+
+    def pins(self) -> set[str]:
+        """Chain hashes of the last blocks of all pins."""
+        return {one["hash"] for one in self._client.operate(List("pins", Selector()), Listed).items}
+
+    def name_of(self, number: int, blocks: int = 3) -> str:
+        """The chain hash of a chain's last block, or of another."""
+        ids = np.array(chain(number, blocks), np.uint32)
+        return chain_hashes(SMALL.digest, ids, SIZE)[-1].tobytes().hex()
 
     def rest(self) -> None:
         """Let the daemon do all that there is to do."""
@@ -271,6 +311,18 @@ def _held_and_forked(worker: Worker) -> None:
     worker.end(child)
 
 
+def operated(worker: Worker) -> None:
+    """What operators change, while there is work."""
+    worker.tick()
+    worker.attempt(partial(worker.pin, 4))
+    worker.attempt(partial(worker.delete, 5))
+    held = worker.begin(6, 3)
+    worker.attempt(partial(worker.delete, 6))
+    worker.attempt(partial(worker.store, 8, 3))
+    worker.end(held)
+    worker.tick()
+
+
 def begun(worker: Worker) -> None:
     """The first hour of a store."""
     worker.tick()
@@ -279,24 +331,31 @@ def begun(worker: Worker) -> None:
     worker.flush()
 
 
-def checked(owed: dict[int, int]) -> Work:
-    """Looks for what is owed, and at every byte of whatever is found."""
+def checked(
+    owed: dict[int, int], deleted: Collection[int] = (), pinned: Collection[int] = ()
+) -> Work:
+    """Looks for what is owed, and for what must not be, and at every byte of whatever is found."""
 
     def work(worker: Worker) -> None:
+        missing = {worker.name_of(number) for number in pinned} - worker.pins()
+        assert not missing, f"pins are lost: {missing}"
         for number in range(CHAINS):
             sequence = worker.begin(number, CHAINS)
             found, wanted = sequence.num_tokens // SIZE, owed.get(number, 0)
             assert found >= wanted, f"{found} of {wanted} blocks of chain {number} are found"
+            assert not (found and number in deleted), f"chain {number} was deleted, and is found"
             worker.end(sequence)
 
     return work
 
 
-def checked_and_used(owed: dict[int, int]) -> Work:
+def checked_and_used(
+    owed: dict[int, int], deleted: Collection[int] = (), pinned: Collection[int] = ()
+) -> Work:
     """Then stores and finds something new."""
 
     def work(worker: Worker) -> None:
-        checked(owed)(worker)
+        checked(owed, deleted, pinned)(worker)
         worker.store(NEW_CHAIN, 3)
         worker.flush()
         sequence = worker.begin(NEW_CHAIN, 3)
@@ -306,5 +365,5 @@ def checked_and_used(owed: dict[int, int]) -> Work:
     return work
 
 
-SCRIPTS: dict[str, Work] = {"restart": exercised, "first start": begun}
+SCRIPTS: dict[str, Work] = {"restart": exercised, "first start": begun, "operators": operated}
 """What runs under faults: on a prepared store, or on none."""

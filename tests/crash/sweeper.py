@@ -145,18 +145,25 @@ def _check(folder: Path, job: Job) -> list[str]:
     sealed = told.flushed if job.durability == "none" else told.sealed
     owed: list[dict[int, int]] = [{}, {}] if job.may_lose else [sealed, told.flushed]
     problems = [] if job.may_lose == "files" else _findings(config)
-    for name, work, end, wanted in (
-        ("with RAM", checked(owed[0]), DIE, -signal.SIGKILL),
-        ("without RAM", checked_and_used(owed[1]), STOP, 0),
-    ):
+    loses_index = job.script == "operators"  # what was deleted must not come back by that
+    left = set() if loses_index else told.pinned
+    starts = [
+        ("with RAM", checked(owed[0], told.deleted, told.pinned), DIE, -signal.SIGKILL),
+        ("without RAM", checked_and_used(owed[1], told.deleted, left), STOP, 0),
+    ]
+    for name, work, end, wanted in starts:
         run = _Run(config, folder, folder / f"checked {name}")
         run.start(work, end)
         problems += [f"a start {name}: {problem}" for problem in run.end()]
         if run.ended != wanted:
             problems.append(f"a start {name} ended by {run.ended}: {run.said.read_text()}")
         shutil.rmtree(config.arena.dir, ignore_errors=True)
+        if loses_index:
+            shutil.rmtree(folder / "state" / "index")
+            loses_index = False
     if job.may_lose != "files":
-        problems += [f"set aside: {name}" for name in os.listdir(folder / "state" / "quarantine")]
+        kept = [] if job.script == "operators" else os.listdir(folder / "state" / "quarantine")
+        problems += [f"set aside: {name}" for name in kept]
         problems += _findings(config)
     return problems
 

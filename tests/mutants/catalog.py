@@ -505,6 +505,36 @@ MUTANTS = (
     ),
     # --- leases -----------------------------------------------------------------------------------
     _one(
+        "workers find a deleted block in memory",
+        "tierkv.core.placement",
+        "            slots = blocks.slot[Tier.DEVICE][members].astype(np.int64)\n"
+        "            self.tables.leave(Tier.DEVICE, pool, slots)\n"
+        "        going",
+        "            slots = blocks.slot[Tier.DEVICE][members].astype(np.int64)\n        going",
+        Tests(("tests/core/test_deleting.py",)),
+    ),
+    _one(
+        "what moves is deleted under the move",
+        "tierkv.core.deleting",
+        "min(leading(~holds.has(part)) for holds in self._placement.holds.values())",
+        "len(part)",
+        Tests(("tests/core/test_deleting.py",)),
+    ),
+    _one(
+        "an index made anew has what was deleted",
+        "tierkv.service.rebuild",
+        "    deleted = _deleted(copies, deletions)\n",
+        "    deleted = _deleted(copies, ())\n",
+        Tests(("tests/recovery/test_rebuild_rules.py",)),
+    ),
+    _one(
+        "pins end with the daemon",
+        "tierkv.service.undo",
+        "        if is_pins(lease):\n",
+        "        if False:\n",
+        Tests(("tests/recovery/test_leases.py",)),
+    ),
+    _one(
         "grace period ignored",
         "tierkv.service.leases",
         "        timer = loop.call_later(self.grace_s,",

@@ -17,6 +17,7 @@ import pytest_asyncio
 from recovery_harness import SIZE, Daemon, Machine
 
 from tierkv.core.ids import Tier
+from tierkv.core.pins import PINS_TOKEN, Pins, is_pins, pins_of
 from tierkv.service import process
 from tierkv.service.leases import Leases
 from tierkv.service.process import is_alive, start_time
@@ -74,6 +75,33 @@ def test_a_worker_of_another_pid_namespace_may_still_live(start: Start) -> None:
     lease = _with_lease(daemon, 0, 0)
     daemon = start()
     assert list(daemon.state.leases) == [lease]
+
+
+def test_pins_are_held_by_nobody_and_outlive_all_memory(start: Start, tmp_path: Path) -> None:
+    daemon = start()
+    _with_lease(daemon, os.getpid(), 1)
+    daemon.write_behind()
+    rows = daemon.state.live_rows()
+    pins = Pins(daemon.planner)
+    assert pins.pin([(rows, daemon.state.blocks.id[rows])]).blocks == 2
+    daemon.write()
+    daemon = start(arena_dir=tmp_path / "another arena")
+    assert [len(pin) for pin in pins_of(daemon.state)] == [2]
+    assert [is_pins(lease) for lease in daemon.state.leases.values()] == [True]
+    assert daemon.report.leases_closed == 1
+    assert Pins(daemon.planner).unpin(pins_of(daemon.state)).blocks == 0
+    assert daemon.cached(A) == 2
+
+
+@pytest.mark.asyncio
+async def test_nobody_waits_for_who_holds_the_pins(bench: Callable[..., Bench]) -> None:
+    some = bench()
+    lease = some.daemon.planner.open_lease(PINS_TOKEN, 0, 0, os.getuid()).id
+    some.leases.await_workers()
+    assert not some.leases._waiting
+    assert len(some.leases) == 0
+    assert some.resume(FakeConnection(), PINS_TOKEN) is None
+    assert lease in some.daemon.state.leases
 
 
 @pytest.mark.parametrize("started", [0, 1, -1])

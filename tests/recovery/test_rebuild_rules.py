@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from tierkv.core.ids import NO_SLOT, Tier
 from tierkv.core.invariants import check_invariants
 from tierkv.core.records import Kind, blank
 from tierkv.core.state import PoolShape, State
+from tierkv.service.deleted import Deletion
 from tierkv.service.rebuild import FoundCopies, LastWords, rebuild
 from tierkv.tiers.entry import make_entries
 
@@ -54,9 +56,11 @@ def add(copies: FoundCopies, tier: Tier, slot: int, block: Block, total: int = 7
     copies.add(tier, shape, np.array([slot], np.uint32), entry)
 
 
-def state_of(copies: FoundCopies, words: LastWords | None = None) -> State:
+def state_of(
+    copies: FoundCopies, words: LastWords | None = None, deletions: Sequence[Deletion] = ()
+) -> State:
     state = State(dict.fromkeys(Tier, 1 << 20), lambda _tier, shape: shape.block_bytes)
-    for records in rebuild(copies.all(), copies.shapes, words or LastWords()).records:
+    for records in rebuild(copies.all(), copies.shapes, words or LastWords(), deletions).records:
         state.apply(records)
     check_invariants(state)
     return state
@@ -124,6 +128,37 @@ def test_a_name_that_two_chains_share_never_mixes_them(blocks: list[Block]) -> N
     for row in state.live_rows():
         identity = int(state.blocks.id[row])
         assert path_of(state, path_of_id, identity) == path_of_id[identity]
+
+
+@settings(max_examples=200, deadline=None)
+@given(forests(collide=False), st.integers(0, 20), st.data())
+def test_what_was_deleted_is_left_out_with_all_that_followed(
+    blocks: list[Block], before: int, data: st.DataObject
+) -> None:
+    """Whoever is the youngest of a name: one that came later is none of those deleted."""
+    chosen = data.draw(st.sampled_from(blocks)) if blocks else None
+    name = chosen.name if chosen else 0
+    halves = (1).to_bytes(8, "big") + name.to_bytes(8, "big")
+    state = state_of(found(blocks), deletions=[Deletion(bytes([1]) * 16, halves, before)])
+    gone = {block.id for block in blocks if block.name == name and block.id < before}
+    left = [block for block in blocks if block.id not in gone]
+    by_id = {block.id: block for block in left}
+
+    def whole(block: Block) -> bool:
+        return block.parent == 0 or (block.parent in by_id and whole(by_id[block.parent]))
+
+    ids = {int(state.blocks.id[row]) for row in state.live_rows()}
+    assert not ids & gone
+    path_of_id = {block.id: block.path for block in blocks}
+    paths = {path_of_id[one] for one in ids}
+    assert paths == {block.path for block in left if whole(block)}
+
+
+def test_a_whole_namespace_is_left_out_but_for_what_came_later() -> None:
+    blocks = [Block(1, 0, (1,), 1), Block(2, 1, (1, 1), 2), Block(5, 0, (2,), 3)]
+    other = Block(3, 0, (1,), 1, shape=1)
+    state = state_of(found([*blocks, other]), deletions=[Deletion(bytes([1]) * 16, b"", 5)])
+    assert sorted(state.blocks.id[state.live_rows()].tolist()) == [3, 5]
 
 
 def test_a_circle_of_parents_is_left_out() -> None:
