@@ -71,12 +71,13 @@ def connect(
 ) -> Client:
     """Connect a worker to the daemon; use as a context manager.
 
-    ``socket_path`` defaults to TIERKV_SOCKET, the user's own daemon, or the system's.
-    ``timeout_s`` bounds this call and each later attempt to connect. ``call_timeout_s`` is the
-    longest any later call takes with a daemon that is there, and ``reconnect_s`` the longest it
-    waits for one that is gone, or starts: 0 means one attempt at once. Both together bound a call
-    that meets both. ``name`` shows in the daemon's status. ``populate``: map the pools that are
-    opened in the background, on a thread that then ends; else each page takes a page fault when
+    ``socket_path`` defaults to TIERKV_SOCKET, the user's own daemon, or the system's. ``timeout_s``
+    bounds this call and each later attempt to connect. ``call_timeout_s`` is the longest any later
+    call takes with a daemon that is there, and ``reconnect_s`` the longest it waits for one that is
+    gone, or starts: 0 means one attempt at once, which is given up if nobody greets within 50 ms (a
+    socket that systemd keeps takes connections while there is no daemon). Both together bound a
+    call that meets both. ``name`` shows in the daemon's status. ``populate``: map the pools that
+    are opened in the background, on a thread that then ends; else each page takes a page fault when
     this process first touches it. Without ``lease`` the client holds nothing and may only look and
     operate; it is let in while the daemon drains.
 
