@@ -14,7 +14,7 @@ from tests.page.documents import EVIL, busy, degraded, past, recovering, showing
 from tests.service.blocks import BLOCK, SPEC, store, tokens
 from tests.service.running import Daemon
 from tierkv.obs.history import History
-from tierkv.obs.status import StatusDocument
+from tierkv.obs.status import StatusDocument, WorkerStatus
 
 pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="needs Debian's package chromium")
 
@@ -136,6 +136,19 @@ def test_what_is_wrong_is_said_first(browser: Chromium) -> None:
         (_, level, what, times), _ = cells(page, "errors")
         assert (level, times) == ("error", "17")
         assert what == "the disk tier is out of service: No space left on device tier=disk"
+        page.close()
+
+
+def test_a_crowd_is_cut_short(browser: Chromium) -> None:
+    document = busy()
+    document.workers = [
+        WorkerStatus(lease=k, pid=k, name=f"w{k}", sequences=k) for k in range(1, 1001)
+    ]
+    with showing(document) as daemon:
+        page = shown(browser, daemon.url)
+        rows = cells(page, "workers-table")
+        assert rows[0] == ["w1000", "1000", "1000", "1,000"]
+        assert rows[20:] == [["and 980 more", "", "", ""]]
         page.close()
 
 
