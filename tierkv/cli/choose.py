@@ -1,4 +1,4 @@
-"""Which blocks a command is about, and how it asks the daemon about them."""
+"""Which blocks a command is about: options that several have."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import click
 
 from tierkv.cli.ask import Daemon
-from tierkv.errors import InvalidArgument, NotFound, ProtocolError
-from tierkv.rpc.ask import ask
-from tierkv.rpc.messages import Message, OperatorRequest, Selector
+from tierkv.errors import InvalidArgument, NotFound
+from tierkv.rpc.messages import Selector
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-M = TypeVar("M", bound=Message)
 
 LOOK_S = 60.0
+"""A look at all chains of a large store."""
+
 CHANGE_S = 3600.0
 """To delete or to warm up everything takes its time; who waits can interrupt that."""
 
@@ -94,13 +94,3 @@ def _read_tokens(path: Path) -> list[int]:
     if not all(0 <= one < 2**32 for one in ids):
         raise InvalidArgument(f"{path}: a token id has 32 bits")
     return ids
-
-
-def operate(
-    daemon: Daemon, request: OperatorRequest, kind: type[M], timeout_s: float = LOOK_S
-) -> M:
-    """The daemon's answer. Raises as ``rpc.ask``, and what the verb does."""
-    reply = ask(daemon.socket_path, request, timeout_s)
-    if not isinstance(reply, kind):
-        raise ProtocolError(f"the daemon answered {type(reply).__name__} to a question")
-    return reply

@@ -6,9 +6,10 @@ import sys
 
 import click
 
-from tierkv.cli.ask import Daemon, socket_option
-from tierkv.cli.choose import CHANGE_S, operate, selector_of, selector_options
+from tierkv.cli.ask import socket_option
+from tierkv.cli.choose import CHANGE_S, LOOK_S, selector_of, selector_options
 from tierkv.cli.exit_codes import Exit
+from tierkv.cli.operating import operate
 from tierkv.cli.render import print_json
 from tierkv.rpc.messages import Delete, Deleted
 from tierkv.units import about_bytes
@@ -41,12 +42,12 @@ def delete(
     """
     if namespace is None and not tenant and not digits:
         raise click.UsageError("say which: by --namespace, --tenant or --hash")
-    daemon, selector = Daemon.find(socket), selector_of(namespace, tenant, digits)
-    answer = operate(daemon, Delete(selector), Deleted)
+    selector = selector_of(namespace, tenant, digits)
+    answer = operate(socket, Delete(selector), Deleted, LOOK_S)
     if not dry_run:
         if not yes:
             _ask_person(answer)
-        answer = operate(daemon, Delete(selector, really=True), Deleted, CHANGE_S)
+        answer = operate(socket, Delete(selector, really=True), Deleted, CHANGE_S)
     if as_json:
         print_json(
             {

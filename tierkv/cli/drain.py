@@ -11,7 +11,7 @@ from tierkv.cli.ask import socket_option
 from tierkv.cli.exit_codes import Exit
 from tierkv.cli.operating import operate
 from tierkv.cli.render import print_json
-from tierkv.errors import ProtocolError, TierFailed
+from tierkv.errors import TierFailed
 from tierkv.rpc.messages import Drain, Draining
 
 LOOK_S = 0.2
@@ -57,10 +57,7 @@ def drain(socket: str | None, wait: bool, undo: bool, as_json: bool) -> int:
 
 
 def _ask(socket: str | None, undo: bool = False) -> Draining:
-    found = operate(socket, Drain(undo))
-    if not isinstance(found, Draining):
-        raise ProtocolError(f"the daemon answered {type(found).__name__} to a drain")
-    return found
+    return operate(socket, Drain(undo), Draining)
 
 
 def _wait(socket: str | None, found: Draining) -> Draining:

@@ -6,9 +6,10 @@ from typing import Any
 
 import click
 
-from tierkv.cli.ask import Daemon, socket_option
-from tierkv.cli.choose import operate
+from tierkv.cli.ask import socket_option
+from tierkv.cli.choose import LOOK_S
 from tierkv.cli.exit_codes import Exit
+from tierkv.cli.operating import operate
 from tierkv.cli.render import print_json, print_table
 from tierkv.rpc.messages import Inspect, Inspected
 from tierkv.units import about_bytes
@@ -30,7 +31,7 @@ def inspect(what: str, as_json: bool, socket: str | None) -> int:
     tierkv inspect namespace/0
     tierkv inspect lease/12
     """
-    found = operate(Daemon.find(socket), _request(what), Inspected).document
+    found = operate(socket, _request(what), Inspected, LOOK_S).document
     if as_json:
         print_json(found)
     else:

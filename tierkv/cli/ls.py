@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from tierkv.cli.ask import Daemon, socket_option
-from tierkv.cli.choose import operate, selector_of, selector_options
+from tierkv.cli.choose import LOOK_S, selector_of, selector_options
 from tierkv.cli.exit_codes import Exit
+from tierkv.cli.operating import operate
 from tierkv.cli.render import print_json, print_table
 from tierkv.obs.status import NamespaceStatus
 from tierkv.rpc.messages import List, Listed
@@ -117,18 +118,18 @@ def ls(
     Chains are prompts as they are cached, the longest first. With --hash, chains and blocks are
     those that have that block.
     """
-    daemon, selector = Daemon.find(socket), selector_of(namespace, tenant, digits)
+    selector = selector_of(namespace, tenant, digits)
     if kind in ("namespaces", "tenants"):
         known = [
             one
-            for one in daemon.document().namespaces
+            for one in Daemon.find(socket).document().namespaces
             if (namespace in (None, one.id)) and (tenant in (None, one.tenant))
         ]
         items = _tenants(known) if kind == "tenants" else [_plain(one) for one in known]
         page = Listed(items[after : after + limit], 0, len(items))
         page.next = after + limit if after + limit < len(items) else 0
     else:
-        page = operate(daemon, List(kind, selector, after, limit), Listed)
+        page = operate(socket, List(kind, selector, after, limit), Listed, LOOK_S)
     if as_json:
         print_json({"items": page.items, "next": page.next, "total": page.total})
     else:

@@ -10,12 +10,12 @@ from tierkv.cli.ask import Daemon, socket_option
 from tierkv.cli.choose import (
     CHANGE_S,
     hash_of,
-    operate,
     selector_of,
     selector_options,
     tokens_option,
 )
 from tierkv.cli.exit_codes import Exit
+from tierkv.cli.operating import operate
 from tierkv.cli.render import print_json
 from tierkv.rpc.messages import Pin, Pinned
 
@@ -44,8 +44,8 @@ def pin(
     now. Pins survive a crash and a restart, and may hold half of the last tier. An index that is
     lost and made anew has none.
     """
-    daemon = Daemon.find(socket)
-    return _ask(daemon, namespace, tenant, _digits(daemon, namespace, digits, tokens), as_json)
+    found = _digits(socket, namespace, digits, tokens)
+    return _ask(socket, namespace, tenant, found, as_json)
 
 
 @click.command()
@@ -67,21 +67,20 @@ def unpin(
     tierkv unpin --hash 3f2a91
     tierkv unpin --tenant acme
     """
-    daemon = Daemon.find(socket)
-    found = _digits(daemon, namespace, digits, tokens)
-    return _ask(daemon, namespace, tenant, found, as_json, undo=True)
+    found = _digits(socket, namespace, digits, tokens)
+    return _ask(socket, namespace, tenant, found, as_json, undo=True)
 
 
 def _digits(
-    daemon: Daemon, namespace: int | None, digits: str | None, tokens: Path | None
+    socket: str | None, namespace: int | None, digits: str | None, tokens: Path | None
 ) -> str | None:
     if tokens is not None and digits:
         raise click.UsageError("give --hash or --tokens")
-    return hash_of(daemon, tokens, namespace) if tokens is not None else digits
+    return hash_of(Daemon.find(socket), tokens, namespace) if tokens is not None else digits
 
 
 def _ask(
-    daemon: Daemon,
+    socket: str | None,
     namespace: int | None,
     tenant: str | None,
     digits: str | None,
@@ -92,7 +91,7 @@ def _ask(
     if namespace is None and not tenant and not digits:
         raise click.UsageError("say which: by --namespace, --tenant, --hash or --tokens")
     request = Pin(selector_of(namespace, tenant, digits), undo)
-    done = operate(daemon, request, Pinned, CHANGE_S)
+    done = operate(socket, request, Pinned, CHANGE_S)
     if as_json:
         print_json({"pins": done.pins, "blocks": done.blocks, "change": done.change})
     else:

@@ -8,7 +8,6 @@ from tierkv.cli.ask import socket_option
 from tierkv.cli.exit_codes import Exit
 from tierkv.cli.operating import operate
 from tierkv.cli.render import print_json
-from tierkv.errors import ProtocolError
 from tierkv.rpc.messages import Reload, Reloaded
 
 
@@ -26,9 +25,7 @@ def reload(socket: str | None, as_json: bool) -> int:
     anything is wrong, none: then it says what, and exits with 78. Those that need a restart are
     named. Open to root, to the daemon's user and to server.operator_uids.
     """
-    found = operate(socket, Reload())
-    if not isinstance(found, Reloaded):
-        raise ProtocolError(f"the daemon answered {type(found).__name__} to a reload")
+    found = operate(socket, Reload(), Reloaded)
     if as_json:
         print_json({"changed": found.changed, "needs_restart": found.needs_restart})
         return Exit.OK

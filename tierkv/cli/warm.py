@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import click
 
-from tierkv.cli.ask import Daemon, socket_option
-from tierkv.cli.choose import CHANGE_S, operate, selector_of, selector_options
+from tierkv.cli.ask import socket_option
+from tierkv.cli.choose import CHANGE_S, selector_of, selector_options
 from tierkv.cli.exit_codes import Exit
+from tierkv.cli.operating import operate
 from tierkv.cli.render import print_json
 from tierkv.rpc.messages import Warm, Warmed
 
@@ -33,7 +34,7 @@ def warm(
     it.
     """
     request = Warm(selector_of(namespace, tenant, digits))
-    done = operate(Daemon.find(socket), request, Warmed, CHANGE_S)
+    done = operate(socket, request, Warmed, CHANGE_S)
     if as_json:
         print_json({"blocks": done.blocks, "were": done.were, "left": done.left})
     else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierkv.core.arrays import distinct, every
-from tierkv.core.ids import I64, U64, Tier, sequence_id
+from tierkv.core.ids import I64, U64, Bool, Tier, sequence_id
 from tierkv.core.planner import Planner
 from tierkv.core.records import Kind, blank, join, push
 from tierkv.core.sequences import LOCAL_MAX
@@ -61,6 +61,14 @@ def pins_of(state: State) -> list[Sequence]:
 def pinned_rows(state: State) -> I64:
     """Rows of the blocks that pins hold, ascending, each once."""
     return distinct(np.concatenate([np.zeros(0, np.int64), *(pin.rows for pin in pins_of(state))]))
+
+
+def are_pinned(state: State, rows: I64) -> Bool:
+    """Which of the rows pins hold, shape [n]."""
+    held = np.zeros(len(state.blocks), np.bool_)
+    for pin in pins_of(state):
+        held[pin.rows] = True
+    return held[rows]
 
 
 class Pins:

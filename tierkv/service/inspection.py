@@ -13,7 +13,7 @@ import numpy as np
 
 from tierkv.core.effects import Flow, Headers, ReadHeaders
 from tierkv.core.ids import I64, NO_SLOT, RAM_TIERS, U8, U64, Tier, lease_of
-from tierkv.core.pins import is_pins, pinned_rows, pins_of
+from tierkv.core.pins import are_pinned, is_pins, pins_of
 from tierkv.core.state import Sequence
 from tierkv.errors import InvalidArgument, NotFound
 from tierkv.rpc import messages as m
@@ -23,6 +23,9 @@ from tierkv.service.selection import Selected, Selection
 PAGE_MAX = 1000
 ROWS_PER_PAGE = 1 << 16
 """Looked at for one page of blocks, whatever is found."""
+
+SEQUENCES_PER_TURN = 256
+"""Whose tables are searched with one turn of the event loop."""
 
 SHOWN_MAX = 20
 """Of children and holders when one block is inspected."""
@@ -86,8 +89,11 @@ class Inspection:
         return m.Listed(self._block_items(rows[:limit]), after if more else 0)
 
     def _block_items(self, rows: I64) -> list[Document]:
-        blocks, pinned = self._state.blocks, set(pinned_rows(self._state).tolist())
-        return [self._block_item(row, blocks, row in pinned) for row in rows.tolist()]
+        blocks, pinned = self._state.blocks, are_pinned(self._state, rows).tolist()
+        return [
+            self._block_item(row, blocks, held)
+            for row, held in zip(rows.tolist(), pinned, strict=True)
+        ]
 
     def _block_item(self, row: int, blocks: Any, pinned: bool) -> Document:
         namespace, one = int(blocks.namespace[row]), np.array([row])
@@ -110,17 +116,16 @@ class Inspection:
         selected = await self._selection.of(message.selector, "both")
         ends = await asyncio.to_thread(_ends, selected)
         page = ends[message.after : message.after + message.limit]
-        pinned = pinned_rows(self._state)
         items = []
         for end in page.tolist():
             chain = selected.lineage.rows[selected.lineage.chain(end)]
             if self._state.blocks.id[chain[-1]] == selected.lineage.ids[end]:
-                items.append(self._chain_item(chain, pinned))
+                items.append(self._chain_item(chain))
             await asyncio.sleep(0)
         after = message.after + message.limit
         return m.Listed(items, after if after < len(ends) else 0, len(ends))
 
-    def _chain_item(self, rows: I64, pinned: I64) -> Document:
+    def _chain_item(self, rows: I64) -> Document:
         blocks, namespace = self._state.blocks, int(self._state.blocks.namespace[rows[-1]])
         return {
             "hash": self._name(int(rows[-1])),
@@ -134,7 +139,7 @@ class Inspection:
                 tier.label: int(np.count_nonzero(blocks.has_copy(rows, tier))) for tier in Tier
             },
             "references": int(blocks.refs[rows[-1]]),
-            "pinned": int(np.count_nonzero(np.isin(rows, pinned))),
+            "pinned": int(np.count_nonzero(are_pinned(self._state, rows))),
         }
 
     async def _sequences(self, message: m.List) -> m.Listed:
@@ -265,18 +270,20 @@ class Inspection:
             "child_count": len(children),
             "following": int(np.count_nonzero(selected.chosen)) - max(len(chain), 1),
             "checksum": f"{int(blocks.sum_hi[row]):016x}{int(blocks.sum_lo[row]):016x}",
-            "holders": self._holders(row),
+            "holders": await self._holders(row),
             "tokens": np.frombuffer(contents.tokens[0], "<u4").tolist(),
             "extra_keys": f"{int(contents.extras[0]):016x}",
         }
 
-    def _holders(self, row: int) -> list[Document]:
+    async def _holders(self, row: int) -> list[Document]:
         names = self._workers
         found: list[Document] = []
-        for sequence in self._state.sequences.values():
-            if len(found) == SHOWN_MAX:
+        for looked_at, sequence in enumerate(list(self._state.sequences.values())):
+            if looked_at % SEQUENCES_PER_TURN == 0:
+                await asyncio.sleep(0)
+            if len(found) == SHOWN_MAX or not self._state.blocks.refs[row]:
                 break
-            if (sequence.rows == row).any():
+            if sequence.id in self._state.sequences and (sequence.rows == row).any():
                 lease = self._state.leases[lease_of(sequence.id)]
                 worker = "(pinned)" if is_pins(lease) else names.get(lease.id, "")
                 found.append(

@@ -94,10 +94,14 @@ class Selection:
         Where whole namespaces are, also what got its name since, if its id is below ``before``.
         """
         lineage = await self._surveyor.lineage(self.namespaces(selector), fresh=True)
-        chosen = np.isin(lineage.parents, gone)
-        if not selector.hash:
-            chosen |= lineage.ids < before
-        return Selected(lineage, await asyncio.to_thread(lineage.descendants, chosen))
+
+        def find() -> Bool:
+            chosen = np.isin(lineage.parents, gone)
+            if not selector.hash:
+                chosen |= lineage.ids < before
+            return lineage.descendants(chosen)
+
+        return Selected(lineage, await asyncio.to_thread(find))
 
     def _digits(self, selector: Selector) -> str:
         digits = selector.hash.lower()

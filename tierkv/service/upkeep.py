@@ -10,7 +10,7 @@ import numpy as np
 from tierkv.core.deleting import Deleter
 from tierkv.core.effects import Flow
 from tierkv.core.ids import I64, RAM_TIERS, U64, Tier
-from tierkv.core.pins import PINNED_BLOCKS_MAX, Chained, Pins, pinned_rows, pins_of
+from tierkv.core.pins import PINNED_BLOCKS_MAX, Chained, Pins, are_pinned, pins_of
 from tierkv.core.state import Sequence
 from tierkv.errors import InvalidArgument, LimitExceeded, TierFailed
 from tierkv.rpc import messages as m
@@ -119,7 +119,7 @@ class Upkeep:
     def _plan(self, selected: Selected) -> m.Deleted:
         state, blocks = self._state, self._state.blocks
         rows = selected.rows[selected.alive(state)]
-        pinned = np.isin(rows, pinned_rows(state))
+        pinned = are_pinned(state, rows)
         return m.Deleted(
             blocks=len(rows),
             bytes={
