@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+from recovery_harness import SIZE, Machine
 from tierkv_wal import RealStorage
 
 from tierkv.errors import CorruptionError
 from tierkv.service.deleted import ENTRY_BYTES, DeletedFile, Deletion
+from tierkv.service.verify import verify
 
+TOKENS = list(range(2 * SIZE))
 ONE = Deletion(b"d" * 16, b"n" * 16, 7)
 ALL = Deletion(b"e" * 16, b"", 2**40)
 
@@ -53,3 +57,27 @@ def test_any_damage_but_in_the_last_entry_is_an_error(file: DeletedFile) -> None
             file.read()
         with pytest.raises(CorruptionError):
             file.add([ONE])
+
+
+def test_a_damaged_one_is_found_and_an_index_made_anew_keeps_nothing(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    daemon = machine.start()
+    daemon.namespace()
+    daemon.store(daemon.hello(), 1, TOKENS)
+    daemon.write_behind()
+    daemon.write()
+    daemon.recovered.deleted.add([ONE, ALL])
+    config, path = daemon.config, daemon.recovered.deleted.path
+    path.write_bytes(b"x" + path.read_bytes()[1:])
+    machine.crash()
+    assert [one for one in verify(config, deep=False).findings if "DELETED is damaged" in one]
+    daemon = machine.start()
+    assert daemon.cached(TOKENS) == 2
+    with pytest.raises(CorruptionError, match="move the file aside"):
+        daemon.recovered.deleted.add([ONE])
+    machine.crash()
+    shutil.rmtree(config.server.state_dir + "/index")
+    daemon = machine.start()
+    assert daemon.cached(TOKENS) == 0
+    assert daemon.recovered.deleted.read() == []
+    machine.crash()

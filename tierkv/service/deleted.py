@@ -69,7 +69,9 @@ class DeletedFile:
                 found.append(deletion)
             elif number < len(entries) - 1 or whole < len(data):
                 raise CorruptionError(
-                    f"{self.path} is damaged at byte {number * ENTRY_BYTES}",
+                    f"{self.path} is damaged at byte {number * ENTRY_BYTES}: an index that is made "
+                    "anew would keep no block, and nothing more can be deleted; move the file "
+                    "aside if what was deleted may come back then",
                     path=str(self.path),
                     offset=number * ENTRY_BYTES,
                 )

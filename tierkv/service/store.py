@@ -4,6 +4,7 @@ LOCK         flock'ed for the daemon's life
 FORMAT       JSON, one page: format version, store uuid, segment size, sizes chosen, xxh3_64
 wal/         the log           index/   checkpoints (LMDB)
 data/        segment files (elsewhere if disk.dir says so)
+DELETED      what operators deleted, for an index that is made anew
 STARTS       how many starts in a row died before they served
 quarantine/  what recovery refused, kept for inspection
 """

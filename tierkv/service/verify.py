@@ -17,6 +17,7 @@ from tierkv.core.ids import I64, Bool, Tier
 from tierkv.core.spec import slot_stride
 from tierkv.core.state import State
 from tierkv.errors import CorruptionError, InvariantViolation
+from tierkv.service.deleted import DeletedFile
 from tierkv.service.machine import Machine, RealMachine
 from tierkv.service.progress import Tell, tell_nobody
 from tierkv.service.recovery import load, recover, require_new
@@ -108,6 +109,10 @@ def _look(
     stored = directory.read_format()
     if stored is None:
         return
+    try:
+        DeletedFile(directory.path, machine.storage).read()
+    except CorruptionError as error:
+        report.findings.append(str(error))
     site = Site(config, directory, stored, False, machine, checker.tell)
     if not site.has_index:
         require_new(site)
