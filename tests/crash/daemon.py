@@ -118,7 +118,7 @@ class Daemon(AnyDaemon):
 
     def kill_at_write(self) -> None:
         """Let it kill itself right before its next write to the log, and wait for that."""
-        os.kill(self.pid, signal.SIGUSR1)
+        os.kill(self.pid, signal.SIGUSR2)
         self.expect_killed()
 
     def __exit__(self, *exc: object) -> None:

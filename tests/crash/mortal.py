@@ -1,4 +1,4 @@
-"""``python -m tests.crash.mortal serve ...``: a daemon that dies of SIGUSR1 in its own way.
+"""``python -m tests.crash.mortal serve ...``: a daemon that dies of SIGUSR2 in its own way.
 
 It kills itself right before its next write to the log, when everything that comes before the
 write has been done and nothing after it: a moment that kills from outside hardly ever meet.
@@ -28,7 +28,7 @@ def _arm() -> None:
         return write(self)
 
     WalWriter.write = mortal_write  # type: ignore[method-assign]  # that is the point
-    signal.signal(signal.SIGUSR1, doom)
+    signal.signal(signal.SIGUSR2, doom)
 
 
 if __name__ == "__main__":
