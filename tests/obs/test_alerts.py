@@ -149,11 +149,6 @@ def test_the_shipped_file_is_what_the_table_makes() -> None:
     assert shipped == alerts.rules(), "run `python -m tierkv.obs.alerts`"
 
 
-def test_the_runbook_says_what_to_do_about_each_alert_and_no_other() -> None:
-    page = (ROOT / alerts.RUNBOOK).read_text(encoding="utf-8")
-    assert re.findall(r"^### (Tierkv\w+)$", page, re.MULTILINE) == NAMES
-
-
 @needs_prometheus
 def test_promtool_finds_nothing_to_complain_of() -> None:
     done = promtool("check", "rules", "--lint=all", "--lint-fatal", str(ROOT / alerts.ALERTS_PATH))
