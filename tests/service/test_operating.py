@@ -115,6 +115,34 @@ def test_what_there_is_to_see(small: Daemon) -> None:
         )  # fmt: skip
 
 
+KEYS = {
+    "blocks": "hash id namespace tenant state tiers bytes references mapped pinned",
+    "chains": "hash first namespace tenant blocks tokens bytes tiers references pinned",
+    "sequences": "sequence lease namespace tenant state blocks sealed bytes",
+    "leases": "lease pid uid worker connected sequences blocks",
+    "pins": "hash namespace tenant blocks tokens bytes",
+}
+"""Scripts rely on them: they may be added, never renamed."""
+
+
+def test_the_keys_of_what_is_listed(small: Daemon) -> None:
+    ids = tokens(1, seed=1)
+    with small.connect() as client:
+        with fill(client.namespace(SPEC), ids):
+            pin(client, hash=names(ids)[0])
+            for kind, keys in KEYS.items():
+                assert list(listed(client, kind)[0]) == keys.split(), kind
+        block = client.operate(m.Inspect("block", hash=names(ids)[0]), m.Inspected).document
+        assert list(block) == [
+            *KEYS["blocks"].split(), "depth", "chain", "children", "child_count", "following",
+            "checksum", "holders", "tokens", "extra_keys",
+        ]  # fmt: skip
+        namespace = client.operate(m.Inspect("namespace", 0), m.Inspected).document
+        assert list(namespace) == [
+            "namespace", "tenant", "digest", "block_tokens", "block_bytes", "spec",
+        ]  # fmt: skip
+
+
 def test_one_block_inspected(small: Daemon) -> None:
     ids, branch = tokens(3, seed=1), np.concatenate([tokens(3, seed=1)[:BLOCK], tokens(2, seed=2)])
     with small.connect("looker") as client:
