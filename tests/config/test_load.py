@@ -134,6 +134,11 @@ def test_other_variables_are_left_alone(make_environment: MakeEnvironment) -> No
         ("[server]\nallowed_uids = [-1]", "[-1] does not fit (tierkv.toml:2); write user ids"),
         ("[server]\nallowed_uids = 'root'", "'root' does not fit"),
         ("[server.socket]\nx = 1", "server.socket: {'x': 1} does not fit (tierkv.toml:1)"),
+        ("[wal]\ncheckpoint_s = nan", "nan does not fit (tierkv.toml:2); write a duration"),
+        ("[server]\ngrace_s = inf", "inf does not fit (tierkv.toml:2); write a duration"),
+        ('[server]\nstate_dir = "a\\u0000"', "does not fit (tierkv.toml:2); write a path"),
+        (f"[attend]\nthreads = '{'1' * 5000}'", "so many digits does not fit (tierkv.toml:2)"),
+        (f"a = {'[' * 5000}", "recursion depth exceeded (tierkv.toml); correct the file's syntax"),
         ("[server\n", "(at line 1, column 8) (tierkv.toml); correct the file's syntax"),
     ],
 )

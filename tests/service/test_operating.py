@@ -188,11 +188,22 @@ def test_what_is_not_there(small: Daemon) -> None:
             m.List("chains", m.Selector(hash="xyz")),
             m.List("cats", m.Selector()),
             m.List("chains", m.Selector(), limit=0),
+            m.List("chains", m.Selector(), limit=2**63),
             m.Delete(m.Selector(), really=True),
             m.Pin(m.Selector()),
         ):
             with pytest.raises(InvalidArgument):
                 client.operate(request, m.Message)
+
+
+@pytest.mark.parametrize("after", [2**63 - 1, 2**63, 2**64 - 1])
+def test_a_page_far_behind_the_last_one_is_empty(small: Daemon, after: int) -> None:
+    """Whatever a worker asks for: it must not end the daemon."""
+    with small.connect() as client:
+        store(client.namespace(SPEC), tokens(1, seed=1))
+        for kind in ("blocks", "chains", "sequences", "leases", "pins"):
+            assert client.operate(m.List(kind, m.Selector(), after), m.Listed).items == []
+        assert not client.operate(m.Contents(m.Selector(), after), m.Content).tokens
 
 
 # --- pins -----------------------------------------------------------------------------------------

@@ -136,6 +136,29 @@ def test_a_reload_takes_over_what_is_live_and_tells_what_is_not(
         assert op.stat()["config"]["needs_restart"] == ["attend.threads"]
 
 
+def test_those_who_read_a_setting_once_hear_of_it_too(configured: tuple[Daemon, Path]) -> None:
+    daemon, file = configured
+    with operator(daemon) as op, daemon.connect() as client:
+        namespace = client.namespace(SPEC)
+        first = namespace.begin(tokens(1, seed=1))
+        file.write_text("[server]\nsequences_max = 1\n")
+        assert op.reload().changed == ["server.sequences_max"]
+        with pytest.raises(tierkv.errors.LimitExceeded, match="may hold 1 sequences"):
+            namespace.begin(tokens(1, seed=2))
+        first.end()
+
+
+def test_a_file_that_is_no_configuration_at_all_is_survived(
+    configured: tuple[Daemon, Path],
+) -> None:
+    daemon, file = configured
+    file.write_text("a = " + "[" * 5000)
+    with operator(daemon) as op:
+        with pytest.raises(ConfigError, match="correct the file's syntax"):
+            op.reload()
+        assert not op.stat()["config"]["ok"]
+
+
 def test_a_bad_configuration_changes_nothing(configured: tuple[Daemon, Path]) -> None:
     daemon, file = configured
     file.write_text('[log]\nlevel = "debug"\nlevels = 3\n')

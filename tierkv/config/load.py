@@ -130,7 +130,7 @@ def _from_file(file: Path | None) -> Iterator[_Given]:
             f"cannot read the configuration: {error.strerror} ({file}); "
             "name another file by --config, or make it readable"
         ) from error
-    except ValueError as error:  # tomllib's and UTF-8's errors say the position
+    except (ValueError, RecursionError) as error:  # tomllib's and UTF-8's say the position
         raise ConfigError(f"{error} ({file}); correct the file's syntax (toml.io)") from error
     lines = key_lines(text)
     for section, entries in document.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import isfinite
 from typing import Any
 
 from tierkv.config.schema import AUTO, Kind, Setting
@@ -27,7 +28,11 @@ def read_value(setting: Setting, raw: object) -> Any:
     automatic = raw == AUTO or (raw == "" and not setting.off)
     if automatic and setting.auto_is:
         return setting.auto
-    value = _convert(setting, raw)
+    try:
+        value = _convert(setting, raw)
+    except (ValueError, OverflowError) as error:
+        what = "a number of so many digits does not fit"
+        raise InvalidArgument(f"{what}; write {_EXPECTED[setting.kind]}") from error
     if setting.choices and value not in setting.choices:
         raise InvalidArgument(f"{value!r} is not known; write one of {', '.join(setting.choices)}")
     # A budget's lowest number stands for "auto", which has been dealt with.
@@ -41,7 +46,7 @@ def read_value(setting: Setting, raw: object) -> Any:
 def _convert(setting: Setting, raw: object) -> Any:
     kind = setting.kind
     if kind in (Kind.TEXT, Kind.PATH):
-        if isinstance(raw, str):
+        if isinstance(raw, str) and "\0" not in raw:
             return raw
     elif kind is Kind.COUNT:
         if _is_whole(raw):
@@ -54,7 +59,7 @@ def _convert(setting: Setting, raw: object) -> Any:
         if isinstance(raw, str):
             return parse_bytes(raw)
     elif kind is Kind.DURATION:
-        if _is_whole(raw) or isinstance(raw, float):
+        if _is_whole(raw) or (isinstance(raw, float) and isfinite(raw)):
             return float(raw)  # type: ignore[arg-type]  # an int, as _is_whole says
         if isinstance(raw, str):
             return parse_duration(raw)

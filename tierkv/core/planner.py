@@ -58,7 +58,7 @@ class Planner:
         self.state = state
         self.placement = placement
         self.limits = limits
-        self._sequences = Sequences(placement, limits.sequences)
+        self._sequences = Sequences(placement, lambda: self.limits.sequences)
         self._matcher = Matcher(placement)
         self._sealer = Sealer(placement, self._sequences, self._matcher)
         self._storer = Storer(placement, self._sequences, self._matcher, self._sealer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tierkv.core.arrays import every, leading
@@ -38,7 +39,8 @@ class TableView:
 class Sequences:
     """The sequences of one state."""
 
-    def __init__(self, placement: Placement, sequences_max: int) -> None:
+    def __init__(self, placement: Placement, sequences_max: Callable[[], int]) -> None:
+        """``sequences_max``: how many a lease may hold by now."""
         self.state = placement.state
         self.placement = placement
         self._sequences_max = sequences_max
@@ -79,10 +81,11 @@ class Sequences:
         return sequence_id(lease, local)
 
     def check_limit(self, lease: int) -> None:
-        if len(self.state.lease_sequences[lease]) >= self._sequences_max:
+        limit = self._sequences_max()
+        if len(self.state.lease_sequences[lease]) >= limit:
             raise LimitExceeded(
-                f"a lease may hold {self._sequences_max} sequences; end some first",
-                limit=self._sequences_max,
+                f"a lease may hold {limit} sequences; end some first",
+                limit=limit,
             )
 
     def view(self, sequence: Sequence) -> TableView:

@@ -252,6 +252,8 @@ class _Daemon:
             parts.apply(config, recovered.writer)
 
         self._reloader.apply = apply
+        # Nobody heard of it if the configuration was reloaded while the store was recovered.
+        self._slow.slow_s = config.log.slow_op_s
         parts.begin(recovered.state.epoch, write_through=config.disk.write == "through")
         keep_objects()
         if self._attempts is not None:

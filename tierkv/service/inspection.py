@@ -80,8 +80,9 @@ class Inspection:
             rows = rows[rows >= message.after]
             more = len(rows) > limit
         else:
-            stop = min(message.after + ROWS_PER_PAGE, len(blocks))
-            rows = np.arange(message.after, stop)
+            start = min(message.after, len(blocks))
+            stop = min(start + ROWS_PER_PAGE, len(blocks))
+            rows = np.arange(start, stop)
             here = np.isin(blocks.namespace[rows], self._selection.namespaces(message.selector))
             rows = rows[(blocks.id[rows] != 0) & here]
             more = len(rows) > limit or stop < len(blocks)
