@@ -26,6 +26,7 @@ ASKING = [
     ["drain"],
     ["reload"],
     ["export", "warm.set"],
+    ["import", "empty.toml"],
 ]
 
 

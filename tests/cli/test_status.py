@@ -337,6 +337,24 @@ def test_a_terminal_gets_a_drawn_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "─" in drawn
 
 
+def test_a_narrow_terminal_breaks_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    row = ("a reason in words", "1,234,567", "12.5 MiB", "engine-7")
+    render.print_table(("why", "blocks", "size", "worker"), [row], numbers=("blocks", "size"))
+    drawn = sys.stdout.getvalue()  # type: ignore[attr-defined]  # it is the Terminal above
+    assert all(whole in drawn for whole in ("reason", "1,234,567", "12.5 MiB", "engine-7"))
+
+
+def test_a_long_name_keeps_both_ends() -> None:
+    assert render.clipped("m" * 64) == "m" * 64
+    long = "/srv/models/" + "x" * 3000 + "/llama-70b"
+    assert len(render.clipped(long)) <= 64
+    assert render.clipped(long).startswith("/srv/models/x")
+    assert render.clipped(long).endswith("x/llama-70b")
+
+
 def test_a_terminal_without_colour_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("NO_COLOR", "1")

@@ -133,6 +133,7 @@ def test_other_variables_are_left_alone(make_environment: MakeEnvironment) -> No
         ("[device]\nbytes = 1.5", "1.5 does not fit (tierkv.toml:2); write a byte size"),
         ("[server]\nallowed_uids = [-1]", "[-1] does not fit (tierkv.toml:2); write user ids"),
         ("[server]\nallowed_uids = 'root'", "'root' does not fit"),
+        ('[server]\nsocket = "/tmp/\\u0000"', "does not fit (tierkv.toml:2); write a path"),
         ("[server.socket]\nx = 1", "server.socket: {'x': 1} does not fit (tierkv.toml:1)"),
         ("[wal]\ncheckpoint_s = nan", "nan does not fit (tierkv.toml:2); write a duration"),
         ("[server]\ngrace_s = inf", "inf does not fit (tierkv.toml:2); write a duration"),

@@ -23,6 +23,8 @@ class Peer:
         self.path = str(path)
         self.opening: bytes = bytes(encode(0, GREETING))
         self.answers: list[Answer] = [(1, WELCOME), (2, Status({"a": 1}))]
+        self.may_answer = threading.Event()
+        self.may_answer.set()
         self.heard: list[Message] = []
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(self.path)
@@ -31,6 +33,7 @@ class Peer:
         self._thread.start()
 
     def close(self) -> None:
+        self.may_answer.set()
         self._listening.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listening.close()
@@ -46,6 +49,7 @@ class Peer:
                 socket.send_fds(sock, [self.opening], [null])
                 os.close(null)
                 self._hear(sock)
+                self.may_answer.wait()
                 for request_id, message in self.answers:
                     sock.sendall(encode(request_id, message))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tierkv.errors import (
     Unavailable,
     VersionMismatch,
 )
+from tierkv.rpc import ask as asking
 from tierkv.rpc.ask import ask
 from tierkv.rpc.messages import (
     PROTOCOL_VERSION,
@@ -108,6 +110,34 @@ def test_who_listens_and_says_nothing_is_not_ready(tmp_path: Path) -> None:
         silent.listen()
         with pytest.raises(NotReady, match="it may be recovering"):
             ask(str(tmp_path / "s"), Stat(), 0.05)
+
+
+def test_a_daemon_that_hangs_is_noticed_however_long_an_answer_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "GREETING_S", 0.05)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "s"))
+        silent.listen()
+        with pytest.raises(NotReady, match="it may be recovering"):
+            ask(str(tmp_path / "s"), Stat(), 3600.0)
+
+
+def test_an_answer_may_take_longer_than_a_greeting(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "GREETING_S", 0.2)
+    peer.may_answer.clear()
+    late = threading.Timer(0.4, peer.may_answer.set)
+    late.start()
+    assert question(peer.path) == Status({"a": 1})
+    late.join()
+
+
+def test_who_greets_and_does_not_answer_may_have_done_it(peer: Peer) -> None:
+    peer.may_answer.clear()
+    with pytest.raises(NotReady, match=r"has not answered within 0\.2 s.*`tierkv status`"):
+        ask(peer.path, Stat(), 0.2)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")

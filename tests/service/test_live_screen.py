@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -103,4 +104,40 @@ def test_watching_in_a_pipe_tells_what_changes(starting: str, tmp_path: Path) ->
             assert "is recovering" in watching.stdout.readline()
             daemon.document = StatusDocument(version="1", state="serving")
             assert "is serving" in watching.stdout.readline()
-            watching.kill()
+            watching.send_signal(signal.SIGINT)
+            assert watching.wait(10) == 0
+
+
+def test_ctrl_c_is_how_a_stat_without_end_ends(daemon: Daemon) -> None:
+    command = [sys.executable, "-m", "tierkv", "stat", "0.1", "--socket", str(daemon.socket)]
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as stat:
+        assert stat.stdout is not None
+        assert stat.stdout.readline().startswith("time")
+        assert "serving" in stat.stdout.readline()
+        stat.send_signal(signal.SIGINT)
+        _, err = stat.communicate(timeout=10)
+    assert (stat.returncode, err) == (0, "")
+
+
+def test_who_no_longer_waits_for_a_drain_is_told_that_it_goes_on(daemon: Daemon) -> None:
+    command = [sys.executable, "-m", "tierkv", "drain", "--wait", "--socket", str(daemon.socket)]
+    with (
+        daemon.connect(),
+        subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as drain,
+    ):
+        assert drain.stderr is not None
+        assert "1 lease is held" in drain.stderr.readline()
+        drain.send_signal(signal.SIGINT)
+        assert "goes on draining; `tierkv drain --undo`" in drain.communicate(timeout=10)[1]
+    assert drain.returncode == 1
+    assert run_cli("status", "--socket", str(daemon.socket)).returncode == 75
+    assert run_cli("drain", "--undo", "--socket", str(daemon.socket)).returncode == 0
+
+
+def test_ctrl_c_quits_a_screen(daemon: Daemon) -> None:
+    with Screen("top", "--socket", str(daemon.socket)) as screen:
+        screen.shows("q quit")
+        screen.press("C-c")
+        screen.shows("ended 0")

@@ -81,6 +81,11 @@ class Daemon:
             raise ProtocolError(f"the daemon answered {type(reply).__name__} to a question")
         return reply.document
 
+    def require(self) -> str:
+        """Its worker socket, once it has answered. Raises as ``status``."""
+        self.status()
+        return self.socket_path
+
     def document(self) -> StatusDocument:
         """The status document. Raises as ``status`` and ``understood``."""
         return understood(self.status())

@@ -71,6 +71,9 @@ def _wait(socket: str | None, found: Draining) -> Draining:
                 click.echo(_in_words(found), err=True)
             time.sleep(LOOK_S)
             found = _ask(socket)
+    except KeyboardInterrupt:
+        click.echo("\nthe daemon goes on draining; `tierkv drain --undo` ends that", err=True)
+        raise
     finally:
         if in_place:
             click.echo("\r\x1b[K", err=True, nl=False)

@@ -50,7 +50,7 @@ def export(
     selector = selector_of(namespace, tenant, digits)
     # Imported late: --help need not wait for it.
     export_to = import_module("tierkv.cli.transfer").export_to
-    counts = asyncio.run(export_to(file, selector, Daemon.find(socket).socket_path))
+    counts = asyncio.run(export_to(file, selector, Daemon.find(socket).require()))
     summary = {
         "namespaces": counts.namespaces,
         "blocks": counts.blocks,

@@ -31,7 +31,7 @@ def import_(file: str, as_json: bool, socket: str | None) -> int:
     """
     # Imported late: --help need not wait for it.
     import_from = import_module("tierkv.cli.transfer").import_from
-    counts = asyncio.run(import_from(file, Daemon.find(socket).socket_path))
+    counts = asyncio.run(import_from(file, Daemon.find(socket).require()))
     if as_json:
         print_json(
             {

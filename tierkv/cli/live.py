@@ -9,7 +9,7 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -26,10 +26,14 @@ def show(
 ) -> None:
     """Look, draw, and do so again after an interval, or only draw after a key that was pressed.
 
-    Standard input and output must be a terminal.
+    Standard input and output must be a terminal. Ctrl-C is as good an end as any.
     """
     console = Console(file=sys.stdout)
-    with keyboard() as key, Live(console=console, screen=True, auto_refresh=False) as live:
+    with (
+        suppress(KeyboardInterrupt),
+        keyboard() as key,
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
         while True:
             next_s = time.monotonic() + interval_s
             look()

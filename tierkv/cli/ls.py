@@ -11,7 +11,7 @@ from tierkv.cli.ask import Daemon, socket_option
 from tierkv.cli.choose import LOOK_S, selector_of, selector_options
 from tierkv.cli.exit_codes import Exit
 from tierkv.cli.operating import operate
-from tierkv.cli.render import print_json, print_table
+from tierkv.cli.render import clipped, print_json, print_table
 from tierkv.obs.status import NamespaceStatus
 from tierkv.rpc.messages import List, Listed
 from tierkv.units import about_bytes
@@ -26,7 +26,7 @@ _SHOWN: dict[str, dict[str, Callable[[Item], str]]] = {
     "namespaces": {
         "namespace": lambda one: str(one["id"]),
         "tenant": lambda one: one["tenant"] or "-",
-        "model": lambda one: one["model"] or "(unknown)",
+        "model": lambda one: clipped(one["model"]) or "(unknown)",
         "dtype": lambda one: one["dtype"],
         "blocks": lambda one: f"{one['blocks']:,}",
         "in tiers": lambda one: _tiers(one["tiers"]),

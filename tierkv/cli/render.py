@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import click
 import msgspec
 
 Row = Sequence[str]
+
+UNBOUNDED = 10_000
+"""Characters; wider than any table."""
 
 
 def print_json(document: object) -> None:
@@ -32,6 +34,14 @@ def print_heading(text: str) -> None:
 def printable(text: str) -> str:
     """The text without what would make a terminal do something else than show it."""
     return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def clipped(text: str, characters: int = 64) -> str:
+    """A long name without its middle: what tells names from each other is at their ends."""
+    if len(text) <= characters:
+        return text
+    kept = (characters - 3) // 2
+    return f"{text[:kept]}...{text[-kept:]}"
 
 
 def print_table(headers: Row, rows: Sequence[Row], *, numbers: Sequence[str] = ()) -> None:
@@ -63,14 +73,26 @@ def plain_table(headers: Row, rows: Sequence[Row], *, numbers: Sequence[str] = (
 def _print_rich(headers: Row, rows: Sequence[Row], numbers: Sequence[str]) -> None:
     # Costs as much to import as all the rest; only people wait for it.
     from rich.box import SIMPLE_HEAD
+    from rich.cells import cell_len
     from rich.console import Console
+    from rich.measure import measure_renderables
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for header in headers:
-        justify: Any = "right" if header in numbers else "left"
-        table.add_column(header, justify=justify, overflow="fold")
+    table = Table(box=SIMPLE_HEAD)
+    for header, cells in zip(headers, zip(headers, *rows, strict=True), strict=True):
+        is_number = header in numbers
+        parts = cells if is_number else [word for cell in cells for word in cell.split()]
+        table.add_column(
+            header,
+            justify="right" if is_number else "left",
+            overflow="fold",
+            min_width=max(map(cell_len, parts), default=1),
+        )
     for row in rows:
         table.add_row(*map(Text, row))
-    Console(file=sys.stdout).print(table)
+    console = Console(file=sys.stdout)
+    # Words and numbers stay whole: where they do not fit, the terminal itself breaks the lines.
+    unbounded = console.options.update(max_width=UNBOUNDED)
+    console.width = max(console.width, measure_renderables(console, unbounded, [table]).minimum)
+    console.print(table)

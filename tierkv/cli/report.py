@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tierkv.cli.render import Row
+from tierkv.cli.render import Row, clipped
 from tierkv.obs.status import NamespaceStatus, StatusDocument, TierStatus
 from tierkv.units import about_bytes, about_duration, format_ratio
 
@@ -113,7 +113,7 @@ def _users(document: StatusDocument) -> Section:
         (
             str(one.id),
             one.tenant or "-",
-            one.model or f"({one.digest[:12] or 'unknown'})",
+            clipped(one.model) or f"({one.digest[:12] or 'unknown'})",
             one.dtype or "-",
             about_bytes(one.block_bytes),
             f"{one.blocks:,}",
@@ -141,7 +141,7 @@ def _held(one: NamespaceStatus, tier: str) -> str:
 
 
 def _prefixes(document: StatusDocument) -> Section:
-    names = {one.id: one.tenant or one.model for one in document.namespaces}
+    names = {one.id: one.tenant or clipped(one.model) for one in document.namespaces}
     return Section(
         "Which prefixes are found most?",
         ("first block", "of", "hits", "tokens"),

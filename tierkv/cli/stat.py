@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import click
 import msgspec
@@ -68,16 +69,17 @@ def stat(interval: float, count: int | None, socket: str | None, as_json: bool) 
     A daemon that goes away is shown as such, and followed when it is back. Exits with 3 if there is
     none at the start.
     """
-    for number, line in enumerate(_follow(Daemon.find(socket), interval)):
-        if as_json:
-            click.echo(msgspec.json.encode(line))
-        else:
-            if number == 0 or (sys.stdout.isatty() and number % LINES_PER_HEADER == 0):
-                click.echo(header())
-            click.echo(text(line))
-        sys.stdout.flush()
-        if number + 1 == count:
-            break
+    with suppress(KeyboardInterrupt):
+        for number, line in enumerate(_follow(Daemon.find(socket), interval)):
+            if as_json:
+                click.echo(msgspec.json.encode(line))
+            else:
+                if number == 0 or (sys.stdout.isatty() and number % LINES_PER_HEADER == 0):
+                    click.echo(header())
+                click.echo(text(line))
+            sys.stdout.flush()
+            if number + 1 == count:
+                break
     return Exit.OK
 
 

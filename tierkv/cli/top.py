@@ -11,7 +11,7 @@ import click
 from tierkv.cli.ask import Daemon, socket_option
 from tierkv.cli.exit_codes import Exit
 from tierkv.cli.rates import between
-from tierkv.cli.render import printable
+from tierkv.cli.render import clipped, printable
 from tierkv.cli.report import Section, headline, progress_line
 from tierkv.errors import NotReady, Unavailable
 from tierkv.obs.status import TIERS, NamespaceStatus, StatusDocument
@@ -110,7 +110,7 @@ def namespaces(now: StatusDocument, order: str) -> Section:
         [
             (
                 one.tenant or "-",
-                one.model or f"namespace {one.id}",
+                clipped(one.model) or f"namespace {one.id}",
                 f"{one.blocks:,}",
                 *(about_bytes(one.tiers[t].bytes) if t in one.tiers else "-" for t in TIERS),
             )

@@ -148,5 +148,5 @@ def _warn_if_hidden() -> None:
 def _hidden(part: Path) -> str:
     return (
         f"this tierkv needs {part}, which ProtectHome= hides from the service; install tierkv "
-        "elsewhere (python3 -m venv /opt/tierkv && /opt/tierkv/bin/pip install tierkvd)"
+        "elsewhere (in a checkout: python3 -m venv /opt/tierkv && /opt/tierkv/bin/pip install .)"
     )

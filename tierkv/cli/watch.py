@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 
 import click
 from rich.console import Group, RenderableType
@@ -30,14 +31,16 @@ def watch(daemon: Daemon) -> Exit:
         live.show(view.look, view.draw, lambda _key: None, INTERVAL_S)
         return Exit.OK
     told = ""
-    while True:
-        news = view.news()
-        if news != told:
-            click.echo(f"{time.strftime('%H:%M:%S')} {view.line()}")
-            sys.stdout.flush()
-            told = news
-        time.sleep(INTERVAL_S)
-        view.look()
+    with suppress(KeyboardInterrupt):
+        while True:
+            news = view.news()
+            if news != told:
+                click.echo(f"{time.strftime('%H:%M:%S')} {view.line()}")
+                sys.stdout.flush()
+                told = news
+            time.sleep(INTERVAL_S)
+            view.look()
+    return Exit.OK
 
 
 class _View:

@@ -221,8 +221,10 @@ def connect_failure(path: Path, error: OSError) -> Exception:
 
 def nobody_serves(path: Path, error: Exception) -> Unavailable:
     """What a worker hears that has waited long enough."""
+    why = str(error)
+    if not why:
+        return Unavailable(f"{path}: the daemon did not answer in time; it recovers, or it hangs")
     hint = "" if isinstance(error, NotReady) else "; start a daemon by `tierkv serve`"
-    why = str(error) or "it did not answer in time"
     return Unavailable(f"no daemon serves on {path}: {why}{hint}")
 
 

@@ -11,6 +11,9 @@ from tierkv.errors import NotReady, TierkvError, Unavailable, VersionMismatch, e
 from tierkv.rpc.messages import PROTOCOL_VERSION, Failure, Greeting, Hello, Reply, Request
 from tierkv.rpc.wire import Frame, FrameDecoder, decode_opening, decode_reply, encode
 
+GREETING_S = 5.0
+"""Longest wait for a greeting, however long the answer may take: a daemon that hangs gives none."""
+
 _HELLO_ID, _REQUEST_ID = 1, 2
 _NAME = "tierkv command"
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
@@ -22,22 +25,23 @@ def ask(path: str, request: Request, timeout_s: float) -> Reply:
     The descriptors of the greeting are left to the kernel, which closes them.
 
     Raises Unavailable when nobody listens or this user may not connect, NotReady when whoever
-    listens says nothing in time or is starting, VersionMismatch, and the daemon's own error.
+    listens greets or answers nobody in time or is starting, VersionMismatch, and the daemon's own
+    error.
     """
-    deadline_s = time.monotonic() + timeout_s
+    began_s, greeted = time.monotonic(), False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
-            sock.settimeout(timeout_s)
+            sock.settimeout(min(timeout_s, GREETING_S))
             sock.connect(path)
-            frames = _Frames(sock, deadline_s)
-            _require_service(decode_opening(frames.next().payload))
+            frames = _Frames(sock)
+            opening = frames.next(began_s + min(timeout_s, GREETING_S))
+            _require_service(decode_opening(opening.payload))
+            greeted = True
             hello = Hello(PROTOCOL_VERSION, _NAME, lease=False)
             sock.sendall(encode(_HELLO_ID, hello) + encode(_REQUEST_ID, request))
-            return _answer(frames)
+            return _answer(frames, began_s + timeout_s)
         except (TimeoutError, BlockingIOError) as error:
-            raise NotReady(
-                f"the daemon does not answer yet, it may be recovering ({path}); try again"
-            ) from error
+            raise _not_ready(path, greeted, timeout_s) from error
         except OSError as error:
             raise _unavailable(path, error) from error
 
@@ -56,10 +60,10 @@ def _require_service(opening: Greeting | Failure) -> None:
         raise NotReady(f"the daemon is {opening.state}", state=opening.state)
 
 
-def _answer(frames: _Frames) -> Reply:
+def _answer(frames: _Frames, by_s: float) -> Reply:
     """The reply to the request, or the error that either of both got."""
     while True:
-        frame = frames.next()
+        frame = frames.next(by_s)
         reply = decode_reply(frame.payload)
         if isinstance(reply, Failure):
             raise _error_of(reply)
@@ -74,15 +78,14 @@ def _error_of(failure: Failure) -> TierkvError:
 class _Frames:
     """The frames that come, one after the other."""
 
-    def __init__(self, sock: socket.socket, deadline_s: float) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._deadline_s = deadline_s
         self._decoder = FrameDecoder()
 
-    def next(self) -> Frame:
+    def next(self, by_s: float) -> Frame:
         """Raises OSError, TimeoutError."""
         while (frame := self._decoder.next()) is None:
-            left_s = self._deadline_s - time.monotonic()
+            left_s = by_s - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError
             self._sock.settimeout(left_s)
@@ -91,6 +94,15 @@ class _Frames:
                 raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
             self._decoder.received(count)
         return frame
+
+
+def _not_ready(path: str, greeted: bool, timeout_s: float) -> NotReady:
+    if greeted:
+        return NotReady(
+            f"the daemon has not answered within {timeout_s:g} s ({path}); it may be done all the "
+            "same, see `tierkv status`"
+        )
+    return NotReady(f"the daemon does not answer yet, it may be recovering ({path}); try again")
 
 
 def _unavailable(path: str, error: OSError) -> Unavailable:

@@ -318,7 +318,7 @@ def _gpu(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 def _compiled(config: Config, facts: Facts) -> Iterator[Finding]:
-    again = "apt-get install gcc && pip install --force-reinstall --no-deps tierkvd"
+    again = "apt-get install gcc && pip install --force-reinstall --no-deps .    # in a checkout"
     for check, missing, means in (
         ("native", facts.native_missing, "hot loops run in Python, many times slower"),
         ("attention", facts.attention_missing, "attention on a CPU runs on torch, slower"),
