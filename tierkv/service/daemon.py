@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tierkv_kernels.errors import KernelError
-from tierkv_wal import WalError, WalWriter
+from tierkv_wal import WalError
 
 from tierkv import __version__
 from tierkv.config.change import Change
 from tierkv.config.schema import Config
 from tierkv.core.counters import Counters
-from tierkv.core.placement import Placement
-from tierkv.errors import ConfigError, NotReady, TierFailed, TierFull, TierkvError
+from tierkv.errors import ConfigError, NotReady, TierFailed, TierkvError
 from tierkv.gpu import Gpu, GpuFailed
 from tierkv.obs.exporter import Exporter
 from tierkv.obs.history import History
@@ -39,9 +38,8 @@ from tierkv.service.announce import Announcer
 from tierkv.service.assembly import assemble
 from tierkv.service.attempts import Attempts
 from tierkv.service.ballast import Ballast
-from tierkv.service.checkpoint import Checkpointer
-from tierkv.service.engine import Engine
 from tierkv.service.fd_store import FdStore
+from tierkv.service.housekeeping import Housekeeping, keep_room, write_what_is_in_ram
 from tierkv.service.last_status import write_last_status
 from tierkv.service.lifecycle import DaemonState, Lifecycle
 from tierkv.service.machine import Machine, RealMachine
@@ -55,7 +53,6 @@ from tierkv.service.room import Room
 from tierkv.service.runtime import (
     keep_objects,
     set_interpreter,
-    take_memory,
     watch_loop,
     watched_collector,
 )
@@ -77,9 +74,6 @@ EXIT_IO = 74
 EXIT_NOT_READY = 75
 """Another process holds the store: try again when it has ended (EX_TEMPFAIL)."""
 EXIT_CONFIG = 78
-
-TICK_S = 0.1
-DRAIN_S = 30.0
 
 
 def run(config: Config, read: Callable[[], Config]) -> int:
@@ -204,7 +198,7 @@ class _Daemon:
                 path=str(directory.path),
             ) from error
         # Before the disk tier may take what room there is.
-        _keep_room(recovered.writer, ballast)
+        keep_room(recovered.writer, ballast)
         self._room.look()
         return recovered
 
@@ -252,6 +246,9 @@ class _Daemon:
             parts.apply(config, recovered.writer)
 
         self._reloader.apply = apply
+        housekeeping = Housekeeping(
+            recovered.writer, ballast, parts.checkpointer, parts.planner.placement, self._room
+        )
         # Nobody heard of it if the configuration was reloaded while the store was recovered.
         self._slow.slow_s = config.log.slow_op_s
         parts.begin(recovered.state.epoch, write_through=config.disk.write == "through")
@@ -266,7 +263,7 @@ class _Daemon:
                 parts.engine.write_behind(),
                 parts.prefault.run(),
                 parts.pinning.run(),
-                self._tick(recovered.writer, ballast, parts.checkpointer, parts.planner.placement),
+                housekeeping.run(lambda: self._reloader.config.wal, self._note_status),
                 watch_loop(self._metrics.loop_turn, self._metrics.loop_delay),
                 self._history.record(self._document),
                 self._announcer.keep_telling(self._in_short),
@@ -281,7 +278,7 @@ class _Daemon:
         parts.leases.close()
         await listener.close()
         await self._while(
-            _drain(parts.engine, parts.checkpointer),
+            write_what_is_in_ram(parts.engine, parts.checkpointer),
             self._announcer.keep_asking_for_time(
                 lambda: f"stopping: {parts.engine.unwritten_blocks:,} blocks to be written to disk"
             ),
@@ -310,35 +307,6 @@ class _Daemon:
             error = task.exception()
             if error is not None:
                 raise error
-
-    async def _tick(
-        self,
-        writer: WalWriter,
-        ballast: Ballast,
-        checkpointer: Checkpointer,
-        placement: Placement,
-    ) -> None:
-        """Checkpoints when they are due, keeps room for what comes, measures the loop's lag."""
-        loop = asyncio.get_running_loop()
-        while True:
-            wal = self._reloader.config.wal
-            expected = loop.time() + TICK_S
-            await asyncio.sleep(TICK_S)
-            self._counters.event_loop_lag_s = max(0.0, loop.time() - expected)
-            placement.residency.look(loop.time())
-            if checkpointer.due(wal.checkpoint_bytes, wal.checkpoint_s):
-                try:
-                    await checkpointer.run()
-                except (TierFull, TierFailed, OSError) as error:
-                    extra = {"lsn": writer.appended_lsn, "last_lsn": checkpointer.last_lsn}
-                    log.error("checkpoint failed, the log keeps everything: %s", error, extra=extra)
-                    await asyncio.sleep(1.0)
-                else:
-                    await loop.run_in_executor(None, _keep_room, writer, ballast)
-                    await self._note_status()
-            await loop.run_in_executor(None, _prepare_spare, writer)
-            await loop.run_in_executor(None, self._room.look)
-            await loop.run_in_executor(None, take_memory, placement.ahead())
 
     async def _note_status(self) -> None:
         try:
@@ -530,43 +498,6 @@ def _gpu(config: Config) -> Gpu | None:
         ) from error
     log.info("the device tier is memory of a GPU", extra={"gpu": gpu.name, "index": gpu.index})
     return gpu
-
-
-def _prepare_spare(writer: WalWriter) -> None:
-    with contextlib.suppress(OSError):
-        # Without a spare the next rotation makes its segment itself.
-        writer.prepare_spare()
-
-
-def _keep_room(writer: WalWriter, ballast: Ballast) -> None:
-    """For the next segment first: it serves this daemon and a recovery alike."""
-    _prepare_spare(writer)
-    try:
-        held_back = ballast.fill()
-    except OSError as error:
-        log.warning("cannot make the ballast, so a start on a full disk may fail: %s", error)
-        return
-    if held_back < ballast.size_bytes:
-        log.warning(
-            "the disk is nearly full: %d bytes are held back for the next start instead of %d",
-            held_back,
-            ballast.size_bytes,
-        )
-
-
-async def _drain(engine: Engine, checkpointer: Checkpointer) -> None:
-    """Write what is only in RAM to disk and make a last checkpoint, as far as time allows."""
-    try:
-        async with asyncio.timeout(DRAIN_S):
-            behind = asyncio.ensure_future(engine.write_behind())
-            try:
-                await engine.everything_written()
-            except TierFailed as error:
-                log.warning("stopping with blocks that are only in RAM: %s", error)
-            behind.cancel()
-            await checkpointer.run(last=True)
-    except (TimeoutError, TierkvError, OSError) as error:
-        log.warning("stopping without a last checkpoint; the log has everything: %s", error)
 
 
 def _flush_streams() -> None:
