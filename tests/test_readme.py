@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tierkv.cli.main import COMMANDS
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -81,6 +83,13 @@ def test_the_make_targets_it_names_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
         assert f"\n{target}: " in makefile
+
+
+def test_it_names_every_command() -> None:
+    for command in COMMANDS:
+        assert re.search(rf"\b{command}\b", README), command
+    for command in re.findall(r"^tierkv (\w+)", README, re.MULTILINE):
+        assert command in COMMANDS
 
 
 def test_the_kernels_example_runs_as_written() -> None:

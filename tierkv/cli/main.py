@@ -96,10 +96,12 @@ def cli(ctx: click.Context) -> int:
     """Keep the KV cache of language models in RAM and on NVMe, crash-safe.
 
     \b
-    tierkv serve                          run the daemon with automatic sizes
-    tierkv serve --set wal.durability=power
-    tierkv status                         ask a running daemon how it is
-    tierkv demo                           see it at work
+    tierkv demo       see it at work
+    tierkv doctor     is this machine fit for it?
+    tierkv serve      run the daemon with automatic sizes
+    tierkv status     how full, why evicted, who uses most, is it safe, what went wrong
+    tierkv top        tiers, tenants and workers live
+    tierkv ls chains  which prompts are cached, and whose
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
