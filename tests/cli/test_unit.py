@@ -166,6 +166,7 @@ def test_an_installation_is_repeatable_and_keeps_the_configuration(root: Path) -
     assert settings.read_text() == default_toml()
     settings.write_text("[attend]\nthreads = 2\n")
     (root / "etc/systemd/system/tierkv.socket").write_text("# of an older version\n")
+    assert f"Next, on the machine that is in {root}:" in first.stdout
     again = install(root, "--command", "/opt/x/tierkv", "--drop-in", "cpu-only").stdout
     verdicts = {Path(line.split()[-1]).name: line.split()[0] for line in again.splitlines()[:6]}
     assert verdicts == {

@@ -178,6 +178,17 @@ def test_names_that_others_choose_are_text(browser: Chromium) -> None:
         page.close()
 
 
+def test_a_long_name_is_shown_by_its_ends(browser: Chromium) -> None:
+    document = busy()
+    document.workers[0].name = document.namespaces[0].model = "/srv/" + "x" * 3000 + "/llama-70b"
+    with showing(document) as daemon:
+        page = shown(browser, daemon.url, width=360, height=740)
+        for card in ("namespaces", "workers-table"):
+            assert re.search(r"/srv/x{15}\.{3}x+/llama-70b\b", page.text(f"#{card}")), card
+        assert page.run("document.documentElement.scrollWidth") == 360
+        page.close()
+
+
 def test_nothing_from_elsewhere_is_let_in(browser: Chromium) -> None:
     with showing(busy()) as daemon:
         page = shown(browser, daemon.url)

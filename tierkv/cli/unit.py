@@ -91,7 +91,7 @@ def install(
     for file in files:
         click.echo(f"{_put(file, dry_run=dry_run):>12}  {file.path}")
     if not dry_run:
-        click.echo("\nNext:")
+        click.echo("\nNext:" if root == Path("/") else f"\nNext, on the machine that is in {root}:")
         for line in _next_steps(user):
             click.echo(f"  {line}")
     return Exit.OK

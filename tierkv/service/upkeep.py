@@ -113,7 +113,7 @@ class Upkeep:
             await self._checkpointer.run()
         except OSError as error:
             raise TierFailed(f"delete: the checkpoint failed: {error}") from error
-        log.warning("deleted", extra={"blocks": blocks, "in_use": stay})
+        log.info("deleted", extra={"blocks": blocks, "in_use": stay})
         return m.Deleted(blocks, plan.bytes, stay, 0, done=True)
 
     def _plan(self, selected: Selected) -> m.Deleted:
