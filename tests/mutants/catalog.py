@@ -516,8 +516,8 @@ MUTANTS = (
     _one(
         "what moves is deleted under the move",
         "tierkv.core.deleting",
-        "min(leading(~holds.has(part)) for holds in self._placement.holds.values())",
-        "len(part)",
+        "min(leading(~holds.has(rows)) for holds in self._placement.holds.values())",
+        "len(rows)",
         Tests(("tests/core/test_deleting.py",)),
     ),
     _one(

@@ -14,6 +14,7 @@ from tierkv.service.deleted import ENTRY_BYTES, DeletedFile, Deletion
 from tierkv.service.verify import verify
 
 TOKENS = list(range(2 * SIZE))
+LATER = list(range(500, 500 + 2 * SIZE))
 ONE = Deletion(b"d" * 16, b"n" * 16, 7)
 ALL = Deletion(b"e" * 16, b"", 2**40)
 
@@ -79,5 +80,37 @@ def test_a_damaged_one_is_found_and_an_index_made_anew_keeps_nothing(tmp_path: P
     shutil.rmtree(config.server.state_dir + "/index")
     daemon = machine.start()
     assert daemon.cached(TOKENS) == 0
-    assert daemon.recovered.deleted.read() == []
+    # All that there was counts as deleted from now on: the slots still name it.
+    (everything,) = daemon.recovered.deleted.read()
+    assert daemon.state.next_block >= everything.before > 2
+    assert path.with_name("quarantine").joinpath("DELETED.0").read_bytes()[:1] == b"x"
+    daemon.namespace()
+    daemon.store(daemon.hello(), 1, LATER)
+    daemon.write_behind()
+    daemon.write()
+    machine.crash()
+    shutil.rmtree(config.server.state_dir + "/index")
+    daemon = machine.start()
+    assert (daemon.cached(TOKENS), daemon.cached(LATER)) == (0, 2)
+    machine.crash()
+
+
+def test_ids_of_deleted_blocks_are_not_given_again(tmp_path: Path) -> None:
+    """Neither index nor log are left to tell how far they went."""
+    machine = Machine(tmp_path)
+    for tokens in (TOKENS, LATER):  # the second time by a daemon whose ids are far above
+        daemon = machine.start()
+        namespace = daemon.namespace()
+        daemon.store(daemon.hello(), 1, tokens)
+        daemon.write_behind()
+        daemon.checkpoint()
+    before, state_dir = daemon.state.next_block, Path(daemon.config.server.state_dir)
+    digest = daemon.state.namespaces[namespace].digest
+    daemon.recovered.deleted.add([Deletion(digest, b"", before)])
+    machine.crash()
+    shutil.rmtree(state_dir / "index")
+    shutil.rmtree(state_dir / "wal")
+    daemon = machine.start()
+    assert (daemon.cached(TOKENS), daemon.cached(LATER)) == (0, 0)
+    assert daemon.state.next_block > before
     machine.crash()

@@ -12,6 +12,7 @@ import pytest
 
 from tests.service.blocks import SPEC, store, tokens
 from tests.service.running import Daemon
+from tierkv.service import deleted
 from tierkv.service.attempts import FAILURES_MAX, NAME
 from tierkv.service.daemon import EXIT_CONFIG, EXIT_FAILED
 
@@ -83,6 +84,7 @@ def test_fewer_than_three_lose_nothing_and_not_all_deaths_count(daemon: Daemon) 
 
 def test_after_three_the_cache_starts_empty_and_says_so(daemon: Daemon) -> None:
     die_in_recovery(daemon, FAILURES_MAX)
+    (daemon.state / deleted.NAME).touch()
     # Dying while the log (the first renaming) is set aside, but not yet the index, is gone on with.
     daemon._launcher = [*STRACE, "-e", "trace=rename"]
     daemon._launcher += ["-e", "inject=rename:signal=SIGKILL:when=2", "--"]
@@ -92,7 +94,7 @@ def test_after_three_the_cache_starts_empty_and_says_so(daemon: Daemon) -> None:
     daemon.start()
     assert found(daemon) == 0
     aside = os.listdir(daemon.state / "quarantine")
-    assert {"FORMAT.0", "index.0", "wal.0"} <= set(aside)
+    assert {"FORMAT.0", "index.0", "wal.0", f"{deleted.NAME}.0"} <= set(aside)
     assert "level=critical" in daemon.said()
     assert f"{FAILURES_MAX} starts in a row died before they served" in daemon.said()
     (problem,) = [one for one in daemon.status()["problems"] if one["level"] == "critical"]

@@ -1,9 +1,9 @@
 """Counts the starts that died before they served: a cache may start cold, it may not loop.
 
 What makes one recovery die makes the next one die as well, if it is what lies on disk. After some
-in a row nothing of it is trusted any more: the log, the index and the store's FORMAT go into the
-quarantine. The next store has another identity, so slots that the old one wrote, on disk or in
-memory, are as good as never written.
+in a row nothing of it is trusted any more: the log, the index, the store's FORMAT and its notes of
+what was deleted go into the quarantine. The next store has another identity, so slots that the old
+one wrote, on disk or in memory, are as good as never written.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tierkv.errors import ConfigError, NotReady, TierFailed, TierFull
+from tierkv.service import deleted
 from tierkv.service.store import FORMAT_NAME, StateDirectory
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,9 @@ class Attempts:
                 f"`tierkv verify`; remove {directory.path / NAME} to try again, or write "
                 '"cold" to start with an empty cache'
             )
-        untrusted = (directory.wal, directory.index, directory.path / FORMAT_NAME)
+        # What was deleted is said by ids, which the new store gives out again.
+        names = (FORMAT_NAME, deleted.NAME)
+        untrusted = (directory.wal, directory.index, *(directory.path / name for name in names))
         try:
             moved = [directory.set_aside(path) for path in untrusted]
             directory.make_folders()

@@ -4,7 +4,7 @@ Slots that blocks have left still name them, on disk and in memory, until others
 is lost takes its knowledge of what was deleted with it. So each deletion is first written here:
 
     offset  size  field
-    0       16    digest   of the namespace
+    0       16    digest   of the namespace; all zeroes = of each
     16      16    name     chain hash of the block with which all that follows it was deleted; all
                            zeroes = every block of the namespace
     32      8     before   blocks of this id and above came later, and are none of these
@@ -15,6 +15,9 @@ in the file DELETED of the state directory, one entry after the other.
 Crash: an entry is durable before the log hears of any block that goes. Dying in between, the index
 keeps the blocks, as nobody was told that they are gone; made anew, it does not have them. An entry
 that was not written whole is the last one, and the next takes its place.
+
+A file that is damaged can no longer tell the others from what was deleted. Then whoever needs it
+replaces it by one that says that all was (see ``recovery``).
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ ENTRY_BYTES = 48
 
 @dataclass(frozen=True)
 class Deletion:
-    """One entry. ``name`` is empty if it is about the whole namespace."""
+    """One entry. ``name`` is empty if it is about the whole namespace, ``digest`` if about all."""
 
     digest: bytes
     name: bytes

@@ -235,8 +235,10 @@ def _deleted(copies: Copies, deletions: Iterable[Deletion]) -> Bool:
     """
     gone = np.zeros(len(copies), np.bool_)
     for deletion in deletions:
-        digest = np.frombuffer(deletion.digest, "<u8")
-        named = (copies["digest"] == digest).all(axis=1) & (copies["id"] < deletion.before)
+        named = copies["id"] < deletion.before
+        if any(deletion.digest):
+            digest = np.frombuffer(deletion.digest, "<u8")
+            named &= (copies["digest"] == digest).all(axis=1)
         if deletion.name:
             named &= (copies["hash"] == np.concatenate(split_hashes(deletion.name))).all(axis=1)
         gone |= named

@@ -40,6 +40,7 @@ from tierkv.service.snapshot import index_changes, restore
 from tierkv.service.store import StateDirectory
 from tierkv.service.undo import CheckCopies, drop_damaged, reopen, undo
 from tierkv.tiers.arena import Arena
+from tierkv.tiers.entry import DIGEST_BYTES
 from tierkv.tiers.index import BlockRows, IndexContents
 from tierkv.tiers.sizes import slot_bytes
 
@@ -225,9 +226,10 @@ def rescue(site: Site, index: CheckpointIndex) -> Loaded:
     if disk is not None:
         with contextlib.closing(disk):
             read_disk(found, disk, partial(site.progress, "reading slot headers"))
-    deletions = _deletions(site)
-    copies = found.all() if deletions is not None else FoundCopies().all()
-    rebuilt = rebuild(copies, found.shapes, words, deletions or ())
+    copies = found.all()
+    first_free = max(words.next_block, int(copies["id"].max(initial=0)) + 1)
+    deletions = _deletions(site, first_free)
+    rebuilt = rebuild(copies, found.shapes, words, deletions)
     state = State(budgets, slot_bytes, loops().structures())
     for records in rebuilt.records:
         state.apply(records)
@@ -242,25 +244,33 @@ def rescue(site: Site, index: CheckpointIndex) -> Loaded:
         found.damaged,
     )
     state.next_lease = words.next_lease
-    state.next_block = max(state.next_block, words.next_block)
+    # Above all ids that anybody names, also of blocks that are left out.
+    state.next_block = max([first_free, *(deletion.before for deletion in deletions)])
     state.epoch = max(words.epoch, (state.next_block - 1) // BLOCK_IDS_PER_EPOCH)
     return Loaded(state, {}, reader, 0, complete=False, is_rebuilt=True)
 
 
-def _deletions(site: Site) -> list[Deletion] | None:
-    """What was deleted; None if that cannot be told any more, so that nothing may be kept."""
-    file = DeletedFile(site.directory.path, site.machine.storage)
+def _deletions(site: Site, first_free: int) -> list[Deletion]:
+    """What was deleted: if that cannot be told any more, all blocks below the ``first_free`` id.
+
+    Crash: the damaged file, or one that says so. For the slots still name all those blocks when
+    an index is lost the next time.
+    """
+    directory = site.directory
+    file = DeletedFile(directory.path, site.machine.storage)
     try:
         return file.read()
     except CorruptionError as error:
-        moved = site.directory.set_aside(file.path)
+        everything = Deletion(bytes(DIGEST_BYTES), b"", first_free)
+        copy = directory.copy_aside(file.path)
+        directory.replace(file.path.name, everything.encode())
         log.error(
-            "%s: so no block can be told from those that were deleted, and none is kept; it is now "
-            "%s",
+            "%s: so no block can be told from those that were deleted, and none is kept; a copy of "
+            "the file is %s",
             error,
-            moved,
+            copy,
         )
-        return None
+        return [everything]
 
 
 def _recover_by(

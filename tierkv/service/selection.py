@@ -24,21 +24,21 @@ Reach = Literal["before", "after", "both"]
 
 @dataclass(frozen=True)
 class Selected:
-    """Blocks of a picture; ``chosen`` [n] says which. ``place``: of the one named, or -1."""
+    """Blocks of a picture; ``chosen`` [n] says which. ``place``: of the one named, or -1.
+
+    ``rows`` and ``ids`` are those of the chosen ones, parents before children.
+    """
 
     lineage: Lineage
     chosen: Bool
-    place: int = -1
+    place: int
+    rows: I64
+    ids: U64
 
-    @property
-    def rows(self) -> I64:
-        """Rows of the chosen ones, parents before children."""
-        return self.lineage.rows[self.chosen]
-
-    @property
-    def ids(self) -> U64:
-        """Their ids."""
-        return self.lineage.ids[self.chosen]
+    @classmethod
+    def of(cls, lineage: Lineage, chosen: Bool, place: int = -1) -> Selected:
+        """Takes its time with many blocks, as all does that is about a whole picture."""
+        return cls(lineage, chosen, place, lineage.rows[chosen], lineage.ids[chosen])
 
     def alive(self, state: State) -> Bool:
         """Which of the chosen ones still are what they were."""
@@ -78,15 +78,9 @@ class Selection:
         digits = self._digits(selector)
         lineage = await self._surveyor.lineage(self.namespaces(selector), fresh=fresh)
         if not digits:
-            return Selected(lineage, np.ones(len(lineage), np.bool_))
-        place = self._place(lineage, digits)
-        chosen = np.zeros(len(lineage), np.bool_)
-        chosen[place] = True
-        if reach != "before":
-            chosen = await asyncio.to_thread(lineage.descendants, chosen)
-        if reach != "after":
-            chosen[lineage.chain(place)] = True
-        return Selected(lineage, chosen, place)
+            every = np.ones(len(lineage), np.bool_)
+            return await asyncio.to_thread(Selected.of, lineage, every)
+        return await asyncio.to_thread(_around, lineage, self._place(lineage, digits), reach)
 
     async def left(self, selector: Selector, gone: U64, before: int) -> Selected:
         """What else is to be deleted: what came behind blocks that are ``gone`` (ids).
@@ -95,13 +89,13 @@ class Selection:
         """
         lineage = await self._surveyor.lineage(self.namespaces(selector), fresh=True)
 
-        def find() -> Bool:
+        def find() -> Selected:
             chosen = np.isin(lineage.parents, gone)
             if not selector.hash:
                 chosen |= lineage.ids < before
-            return lineage.descendants(chosen)
+            return Selected.of(lineage, lineage.descendants(chosen))
 
-        return Selected(lineage, await asyncio.to_thread(find))
+        return await asyncio.to_thread(find)
 
     def _digits(self, selector: Selector) -> str:
         digits = selector.hash.lower()
@@ -131,3 +125,14 @@ class Selection:
                 f"{len(places)} blocks' hashes begin with {digits}: give more digits"
             )
         return int(places[0])
+
+
+def _around(lineage: Lineage, place: int, reach: Reach) -> Selected:
+    """What is meant by the name of the block at this place."""
+    chosen = np.zeros(len(lineage), np.bool_)
+    chosen[place] = True
+    if reach != "before":
+        chosen = lineage.descendants(chosen)
+    if reach != "after":
+        chosen[lineage.chain(place)] = True
+    return Selected.of(lineage, chosen, place)

@@ -152,15 +152,39 @@ class StateDirectory:
         storage = self._storage
         if path.name not in storage.listdir(str(path.parent)):
             return None
-        taken = set(storage.listdir(str(self.quarantine)))
-        number = 0
-        while f"{path.name}.{number}" in taken:
-            number += 1
-        target = self.quarantine / f"{path.name}.{number}"
+        target = self._free_place(path)
         storage.rename(str(path), str(target))
         storage.fsync_dir(str(self.quarantine))
         storage.fsync_dir(str(path.parent))
         return target
+
+    def copy_aside(self, path: Path) -> Path:
+        """Copy a small file into the quarantine; returns where the copy is. Raises OSError.
+
+        Crash: the file is as it was.
+        """
+        storage, target = self._storage, self._free_place(path)
+        source_fd = storage.open(str(path), writable=False)
+        try:
+            content = storage.pread(source_fd, storage.size(str(path)), 0)
+        finally:
+            storage.close(source_fd)
+        target_fd = storage.open(str(target), create=True)
+        try:
+            storage.pwrite(target_fd, content, 0)
+            storage.fdatasync(target_fd)
+        finally:
+            storage.close(target_fd)
+        storage.fsync_dir(str(self.quarantine))
+        return target
+
+    def _free_place(self, path: Path) -> Path:
+        """Where in the quarantine there is nothing yet."""
+        taken = set(self._storage.listdir(str(self.quarantine)))
+        number = 0
+        while f"{path.name}.{number}" in taken:
+            number += 1
+        return self.quarantine / f"{path.name}.{number}"
 
     def close(self) -> None:
         """Unlock."""

@@ -7,12 +7,12 @@ import logging
 
 import numpy as np
 
-from tierkv.core.deleting import Deleter
+from tierkv.core.deleting import PART_BLOCKS, Deleter
 from tierkv.core.effects import Flow
 from tierkv.core.ids import I64, RAM_TIERS, U64, Tier
 from tierkv.core.pins import PINNED_BLOCKS_MAX, Chained, Pins, are_pinned, pins_of
 from tierkv.core.state import Sequence
-from tierkv.errors import InvalidArgument, LimitExceeded, TierFailed
+from tierkv.errors import InvalidArgument, LimitExceeded, NotFound, TierFailed
 from tierkv.rpc import messages as m
 from tierkv.service.assembly import Parts
 from tierkv.service.deleted import Deletion
@@ -23,12 +23,19 @@ log = logging.getLogger(__name__)
 CHAINS_PER_TURN = 64
 """Pinned with one turn of the event loop."""
 
+COUNTED_PER_TURN = 1 << 16
+"""Blocks of a plan to delete."""
+
 LINKS_MAX = 4 * PINNED_BLOCKS_MAX
 """Of all chains that one request pins, each with all its blocks, however many have them too."""
 
 
 class Upkeep:
-    """Carries these verbs out."""
+    """Carries these verbs out.
+
+    Pins and deletions one after the other, whoever asks: each decides by what it has counted, or
+    read from a file, before it waits.
+    """
 
     def __init__(self, parts: Parts, selection: Selection) -> None:
         self._engine = parts.engine
@@ -39,15 +46,20 @@ class Upkeep:
         self._selection = selection
         self._pins = Pins(parts.planner)
         self._deleter = Deleter(parts.planner.placement)
+        self._turn = asyncio.Lock()
 
     # --- pin --------------------------------------------------------------------------------------
 
     async def pin(self, message: m.Pin) -> m.Pinned:
         """See messages.Pin. Raises NotFound, InvalidArgument, LimitExceeded."""
         _require_some(message.selector, "pin")
-        if message.undo:
-            unpinned = self._pins.unpin(self._selected_pins(message.selector))
-            return m.Pinned(unpinned.pins, unpinned.blocks, unpinned.fresh)
+        async with self._turn:
+            if message.undo:
+                unpinned = self._pins.unpin(self._selected_pins(message.selector))
+                return m.Pinned(unpinned.pins, unpinned.blocks, unpinned.fresh)
+            return await self._pin(message)
+
+    async def _pin(self, message: m.Pin) -> m.Pinned:
         selected = await self._selection.of(message.selector, "before", fresh=True)
         chains = await asyncio.to_thread(_chains, selected)
         self._pins.require_room(chains)
@@ -88,10 +100,12 @@ class Upkeep:
         Raises NotFound, InvalidArgument, CorruptionError, TierFailed.
         """
         _require_some(message.selector, "delete")
-        selected = await self._selection.of(message.selector, "after", fresh=True)
-        plan = self._plan(selected)
-        if not message.really:
-            return plan
+        async with self._turn:
+            selected = await self._selection.of(message.selector, "after", fresh=True)
+            plan = await self._plan(selected)
+            return await self._delete(message, selected, plan) if message.really else plan
+
+    async def _delete(self, message: m.Delete, selected: Selected, plan: m.Deleted) -> m.Deleted:
         if plan.pinned:
             raise InvalidArgument(
                 f"{plan.pinned} of {plan.blocks} blocks are pinned: unpin them first "
@@ -103,8 +117,11 @@ class Upkeep:
         gone = [selected.ids]
         while len(selected.rows):
             rows, ids = selected.rows[::-1], selected.ids[::-1]
-            deleted = await self._engine.run(self._deleter.delete(rows, ids))
-            blocks, stay = blocks + deleted.blocks, stay + deleted.stay
+            for start in range(0, len(rows), PART_BLOCKS):
+                part = slice(start, start + PART_BLOCKS)
+                deleted = await self._engine.run(self._deleter.delete(rows[part], ids[part]))
+                blocks, stay = blocks + deleted.blocks, stay + deleted.stay
+                await asyncio.sleep(0)
             selected = await self._selection.left(message.selector, np.concatenate(gone), before)
             gone.append(selected.ids)
         for pool in range(len(self._state.pools)):
@@ -116,29 +133,37 @@ class Upkeep:
         log.info("deleted", extra={"blocks": blocks, "in_use": stay})
         return m.Deleted(blocks, plan.bytes, stay, 0, done=True)
 
-    def _plan(self, selected: Selected) -> m.Deleted:
+    async def _plan(self, selected: Selected) -> m.Deleted:
+        """What there is to be deleted, counted a part with each turn of the event loop."""
         state, blocks = self._state, self._state.blocks
-        rows = selected.rows[selected.alive(state)]
-        pinned = are_pinned(state, rows)
-        return m.Deleted(
-            blocks=len(rows),
-            bytes={
-                tier.label: int(state.slot_bytes_of(tier, rows[blocks.has_copy(rows, tier)]).sum())
-                for tier in Tier
-            },
-            in_use=int(np.count_nonzero(blocks.refs[rows] > pinned)),
-            pinned=int(np.count_nonzero(pinned)),
-            done=False,
-        )
+        plan = m.Deleted(0, {tier.label: 0 for tier in Tier}, 0, 0, done=False)
+        for start in range(0, len(selected.rows), COUNTED_PER_TURN):
+            part = slice(start, start + COUNTED_PER_TURN)
+            rows = selected.rows[part]
+            rows = rows[blocks.id[rows] == selected.ids[part]]
+            pinned = are_pinned(state, rows)
+            plan.blocks += len(rows)
+            for tier in Tier:
+                here = rows[blocks.has_copy(rows, tier)]
+                plan.bytes[tier.label] += int(state.slot_bytes_of(tier, here).sum())
+            plan.in_use += int(np.count_nonzero(blocks.refs[rows] > pinned))
+            plan.pinned += int(np.count_nonzero(pinned))
+            await asyncio.sleep(0)
+        return plan
 
     def _deletions(self, selector: m.Selector, selected: Selected, before: int) -> list[Deletion]:
-        """What is to be written down: about the block that was named, or whole namespaces."""
+        """What is to be written down: about the block that was named, or whole namespaces.
+
+        Raises NotFound if that block has gone, as then nobody knows its name any more.
+        """
         state, blocks = self._state, self._state.blocks
         if selected.place < 0:
             namespaces = self._selection.namespaces(selector)
             digests = [state.namespaces[one].digest for one in namespaces]
             return [Deletion(digest, b"", before) for digest in digests]
         row = int(selected.lineage.rows[selected.place])
+        if blocks.id[row] != selected.lineage.ids[selected.place]:
+            raise NotFound(f"the block {selector.hash} has just gone")
         halves = int(blocks.hash_hi[row]) << 64 | int(blocks.hash_lo[row])
         digest = state.namespaces[int(blocks.namespace[row])].digest
         return [Deletion(digest, halves.to_bytes(16, "big"), before)]
