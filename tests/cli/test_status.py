@@ -80,6 +80,7 @@ DOCUMENT = StatusDocument(
     },
     connections=2,
     leases=2,
+    in_flight=7,
     sequences=1003,
     workers=[
         WorkerStatus(lease=1, pid=4711, name="engine-0", sequences=1003),
@@ -165,7 +166,7 @@ prefix hits    75% of the latest tokens
 since start    1,500 of 2,000 tokens
 found in       none yet
 blocks         1,234, 0 pinned chains
-workers        2 connected, 2 leases, 1,003 sequences, 0 requests wait
+workers        2 connected, 2 leases, 1,003 sequences, 6 requests wait
 disk reads     threads
 event loop     99.9% of turns within 0.00 us, the longest 0.00 us
 configuration  as it was read last

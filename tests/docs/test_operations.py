@@ -40,6 +40,15 @@ def test_every_setting_that_is_named_exists() -> None:
     assert {"device.bytes", "disk.bytes", "server.operator_uids"} <= keys
 
 
+def test_what_it_quotes_is_said() -> None:
+    """Messages of the log and of commands, two words or more."""
+    sources = " ".join(path.read_text() for path in sorted((ROOT / "tierkv").rglob("*.py")))
+    said = re.sub(r'"\s+f?"', "", sources)
+    quoted = re.findall(r'"([a-z]+(?: [a-z]+)+)"', PAGE)
+    assert "slow request" in quoted
+    assert [text for text in quoted if text not in said] == []
+
+
 def test_every_metric_that_is_named_exists() -> None:
     named = set(re.findall(r"`(tierkv_\w+)`", PAGE))
     assert named - {metric.name for metric in METRICS} == set()

@@ -252,6 +252,15 @@ async def test_closing_drops_open_connections_and_removes_the_socket(
     await writer.wait_closed()
 
 
+async def test_another_daemons_socket_is_left_alone(exporter: Exporter, tmp_path: Path) -> None:
+    path = tmp_path / "m.sock"
+    second = Daemon().exporter()
+    with pytest.raises(ConfigError, match=r"metrics\.socket: cannot listen .* already in use"):
+        await second.start(socket=str(path))
+    await second.close()
+    assert (await get(exporter, "/healthz", path))[0] == 200
+
+
 async def test_a_dead_daemons_socket_file_is_replaced(daemon: Daemon, tmp_path: Path) -> None:
     path = tmp_path / "m.sock"
     with Socket(AF_UNIX) as dead:

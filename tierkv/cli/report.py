@@ -244,9 +244,11 @@ def _rest(document: StatusDocument) -> Section:
     prefix = document.prefix
     by_tier = ", ".join(f"{tier} {n:,}" for tier, n in prefix.hit_tokens_by_tier.items() if n)
     workers = (
-        f"{document.connections} connected, {document.leases} leases, "
-        f"{document.sequences:,} sequences, {document.in_flight:,} requests wait"
+        f"{len(document.workers):,} connected, {document.leases:,} leases, "
+        f"{document.sequences:,} sequences"
     )
+    if document.in_flight > 1:  # the question itself is one
+        workers += f", {document.in_flight - 1:,} requests wait"
     if document.fenced_blocks:
         workers += f", {document.fenced_blocks:,} blocks kept from use by a worker that hangs"
     disk = document.tiers.get("disk")

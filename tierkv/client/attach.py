@@ -224,8 +224,9 @@ def nobody_serves(path: Path, error: Exception) -> Unavailable:
     why = str(error)
     if not why:
         return Unavailable(f"{path}: the daemon did not answer in time; it recovers, or it hangs")
-    hint = "" if isinstance(error, NotReady) else "; start a daemon by `tierkv serve`"
-    return Unavailable(f"no daemon serves on {path}: {why}{hint}")
+    if isinstance(error, NotReady):
+        return Unavailable(f"{path}: {why}")
+    return Unavailable(f"no daemon serves on {path}: {why}; start a daemon by `tierkv serve`")
 
 
 def hangup_poll(fd: int) -> select.poll:

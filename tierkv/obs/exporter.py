@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
+from socket import AF_UNIX
 from socket import socket as Socket  # "socket" is a path here
 from typing import Any, NamedTuple
 
@@ -76,7 +78,7 @@ class Exporter:
     async def start(self, *, tcp: str = "", socket: str = "", passed: Socket | None = None) -> None:
         """Listen on a loopback "host:port" and on a Unix socket's path; empty = not there.
 
-        A socket file that is in the way is replaced. ``passed``: a Unix socket that listens
+        A socket file that a dead daemon left is replaced. ``passed``: a Unix socket that listens
         already takes the place of that path; its file stays. Raises ConfigError if it cannot
         listen.
         """
@@ -101,6 +103,8 @@ class Exporter:
                 )
                 self._servers.append(server)
             elif socket:
+                if _is_taken(socket):
+                    raise OSError(errno.EADDRINUSE, "another process listens here")
                 server = await asyncio.start_unix_server(self._accept, socket, limit=limit)
                 self._servers.append(server)
                 self._socket_path = Path(socket)
@@ -218,3 +222,10 @@ def _encode(page: _Page, *, with_body: bool = True) -> bytes:
         "Connection: close\r\n\r\n"
     )
     return head.encode("latin-1") + (page.body if with_body else b"")
+
+
+def _is_taken(path: str) -> bool:
+    """Whether somebody listens there; asyncio itself would take the path away from them."""
+    with Socket(AF_UNIX) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(path) in (0, errno.EAGAIN)
