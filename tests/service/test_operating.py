@@ -363,6 +363,23 @@ def test_pinned_blocks_are_not_deleted(small: Daemon) -> None:
         assert delete(client, hash=names(ids)[2]).blocks == 1
 
 
+def test_a_stop_in_the_midst_of_deletions_and_checkpoints_is_a_clean_one() -> None:
+    with running(SMALL) as daemon:
+        with daemon.connect() as client:
+            store(client.namespace(SPEC), tokens(5, seed=1))
+        with Peer(daemon) as one, Peer(daemon) as other:
+            one.hello()
+            other.hello()
+            for number in range(2, 30):
+                one.send(number, m.Delete(m.Selector(namespace=0), really=True))
+                other.send(number, m.Flush())
+            one.receive()
+            assert daemon.stop() == 0, daemon.said()
+        daemon.start()
+        with daemon.connect() as client:
+            assert client.namespace(SPEC).lookup(tokens(5, seed=1)).tokens == 0
+
+
 # --- warming --------------------------------------------------------------------------------------
 
 

@@ -277,6 +277,7 @@ class _Daemon:
         # Workers see end-of-file and come back to the next daemon: their leases stay in the log.
         parts.leases.close()
         await listener.close()
+        await sessions.give_up()
         await self._while(
             write_what_is_in_ram(parts.engine, parts.checkpointer),
             self._announcer.keep_asking_for_time(

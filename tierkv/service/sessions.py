@@ -456,6 +456,15 @@ class Sessions:
         else:
             call.done(m.Done())
 
+    async def give_up(self) -> None:
+        """End what goes on for connections that are closed: nobody is told of it any more.
+
+        Deletions and checkpoints may be given up anywhere; what is left of them is as after a kill.
+        """
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
     def _in_background(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
