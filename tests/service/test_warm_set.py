@@ -174,6 +174,20 @@ def test_a_frame_stands_where_it_was_written(whole: bytes) -> None:
         decoded(whole[:at] + whole[at + 5 :])
 
 
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"[]", b"{}", b"\xff", b'{"model": "\xff"}', b"[" * 100_000, b'{"model": 1e999}']
+    + [msgspec.json.encode({**msgspec.structs.asdict(SPEC), **one}) for one in (
+        {"block_tokens": 2**62}, {"layers": -1}, {"head_dim": 65_536, "layers": 65_536}, {"x": 1},
+    )],
+)  # fmt: skip
+def test_a_namespace_that_cannot_be(said: bytes) -> None:
+    encoder = SetEncoder()
+    data = encoder.header() + encoder._frame(b"N", said)
+    with pytest.raises(InvalidArgument, match="byte 32: a namespace that this tierkv does not"):
+        decoded(data)
+
+
 def test_what_is_no_warm_set() -> None:
     with pytest.raises(InvalidArgument, match="is no warm set"):
         decoded(b"a" * 100)

@@ -290,9 +290,10 @@ class Importer:
 
     async def _store(self, namespace: Namespace, run: list[SetBlock], first_place: int) -> int:
         """How many of the run are cached now."""
-        chain = list(range(first_place, first_place + len(run)))
-        while (above := self._parents[chain[0]]) >= 0:
-            chain.insert(0, above)
+        above = [first_place]
+        while (parent := self._parents[above[-1]]) >= 0:
+            above.append(parent)
+        chain = [*above[:0:-1], *range(first_place, first_place + len(run))]
         tokens, extras = _said(self._tokens, self._extras, chain)
         data: U8 = np.frombuffer(b"".join(block.payload for block in run), np.uint8)
         rows = data.reshape(len(run), -1)
