@@ -15,6 +15,9 @@ from tierkv.rpc.messages import Selector
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+NUMBER_MAX = 2**63 - 1
+"""The largest that a message carries."""
+
 LOOK_S = 60.0
 """A look at all chains of a large store."""
 
@@ -22,20 +25,30 @@ CHANGE_S = 3600.0
 """To delete or to warm up everything takes its time; who waits can interrupt that."""
 
 
+def _not_empty(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    """An empty name would choose everybody's; most often it is a script's unset variable."""
+    if value == "":
+        raise click.BadParameter("it is empty; leave the option out to choose all")
+    return value
+
+
 def selector_options(command: Command) -> Command:
     """Adds ``--namespace``, ``--tenant`` and ``--hash``, all of which must hold."""
     options = (
         click.option(
             "--namespace",
-            type=click.IntRange(min=0),
+            type=click.IntRange(0, NUMBER_MAX),
             metavar="N",
             help="Only blocks of this namespace; see `tierkv ls namespaces`.",
         ),
-        click.option("--tenant", metavar="NAME", help="Only blocks of this tenant."),
+        click.option(
+            "--tenant", metavar="NAME", callback=_not_empty, help="Only blocks of this tenant."
+        ),
         click.option(
             "--hash",
             "digits",
             metavar="HASH",
+            callback=_not_empty,
             help="By the first digits of one block's hash; see `tierkv ls chains`.",
         ),
     )

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from tierkv.cli.ask import socket_option
-from tierkv.cli.choose import LOOK_S
+from tierkv.cli.choose import LOOK_S, NUMBER_MAX
 from tierkv.cli.exit_codes import Exit
 from tierkv.cli.operating import operate
 from tierkv.cli.render import print_json, print_table
@@ -46,7 +46,7 @@ def _request(what: str) -> Inspect:
     kind, slash, number = what.partition("/")
     if not slash:
         return Inspect("block", hash=what)
-    if kind not in KINDS or not number.isdecimal():
+    if kind not in KINDS or not number.isdecimal() or int(number) > NUMBER_MAX:
         raise click.UsageError(f"{what!r} is neither a hash nor one of {', '.join(KINDS)}/NUMBER")
     return Inspect(kind, int(number))
 

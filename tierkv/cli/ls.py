@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from tierkv.cli.ask import Daemon, socket_option
-from tierkv.cli.choose import LOOK_S, selector_of, selector_options
+from tierkv.cli.choose import LOOK_S, NUMBER_MAX, selector_of, selector_options
 from tierkv.cli.exit_codes import Exit
 from tierkv.cli.operating import operate
 from tierkv.cli.render import clipped, print_json, print_table
@@ -93,7 +93,9 @@ _SHOWN: dict[str, dict[str, Callable[[Item], str]]] = {
 @click.argument("kind", type=click.Choice(list(_SHOWN)), default="namespaces")
 @selector_options
 @click.option("--limit", type=click.IntRange(1, 1000), default=50, help="Most lines of one page.")
-@click.option("--after", type=click.IntRange(min=0), default=0, help="Where the last page ended.")
+@click.option(
+    "--after", type=click.IntRange(0, NUMBER_MAX), default=0, help="Where the last page ended."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print {items, next, total} as JSON.")
 @socket_option
 def ls(
