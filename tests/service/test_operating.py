@@ -350,6 +350,24 @@ def test_slots_that_deleted_blocks_had_left_long_before(small: Daemon) -> None:
         assert client.namespace(SPEC).lookup(ids).tokens == 0
 
 
+def test_a_tenant_whose_blocks_are_nobodys_yet_is_not_deleted_by_half(small: Daemon) -> None:
+    """Made anew, an index knows no tenants until workers come back."""
+    ids = tokens(2, seed=1)
+    more = msgspec.structs.replace(ACME, salt="more")
+    with small.connect() as client:
+        store(client.namespace(ACME), ids)
+        store(client.namespace(more), ids)
+        client.flush()
+    lose_the_index(small)
+    with small.connect() as client:
+        client.namespace(ACME)
+        with pytest.raises(InvalidArgument, match=r"these are unknown: 1$"):
+            delete(client, tenant="acme")
+        assert client.namespace(ACME).lookup(ids).tokens == len(ids)
+        client.namespace(more)
+        assert delete(client, tenant="acme").blocks == 4
+
+
 def test_pinned_blocks_are_not_deleted(small: Daemon) -> None:
     ids = tokens(3, seed=1)
     with small.connect() as client:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -46,6 +47,43 @@ def test_changes_are_granted_to_those_whom_the_configuration_lists() -> None:
         daemon.folder.chmod(0o755)
         assert ask(daemon, STRANGER_UID) == "draining"
         assert ask(daemon, STRANGER_UID + 1) == "not_permitted"
+
+
+CHANGES = (
+    m.Drain(),
+    m.Drain(undo=True),
+    m.Reload(),
+    m.Pin(m.Selector(namespace=0)),
+    m.Pin(m.Selector(namespace=0), undo=True),
+    m.Delete(m.Selector(namespace=0)),
+    m.Delete(m.Selector(namespace=0), really=True),
+    m.Warm(m.Selector(namespace=0)),
+)
+LOOKS = (
+    m.List("leases", m.Selector()),
+    m.Inspect("namespace", 0),
+    m.Contents(m.Selector()),
+)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+def test_a_worker_may_look_at_everything_and_change_nothing() -> None:
+    assert {type(one) for one in (*CHANGES, *LOOKS)} == set(get_args(m.OperatorRequest))
+
+    def ask(peer: Peer) -> str:
+        return " ".join(_code(peer.ask(one)) for one in (*CHANGES, *LOOKS))
+
+    with running() as daemon:
+        daemon.folder.chmod(0o755)
+        with daemon.connect() as client:
+            sequence = fill(client.namespace(SPEC), tokens(2, seed=1))
+            group = daemon.socket.stat().st_gid
+            said = as_user(STRANGER_UID, group, lambda: ask(Peer(daemon).hello()))
+            assert said == " ".join(
+                ["not_permitted"] * len(CHANGES) + ["listed", "inspected", "content"]
+            )
+            assert client.stat()["state"] == "serving"
+            check(client.namespace(SPEC), sequence)
 
 
 def _code(reply: m.Message) -> str:

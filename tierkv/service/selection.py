@@ -18,6 +18,9 @@ from tierkv.service.survey import Surveyor
 
 HASH_DIGITS = 32
 
+SHOWN_MAX = 20
+"""Namespaces that a message names."""
+
 Reach = Literal["before", "after", "both"]
 """What a block's name stands for: its chain up to it, it and all that follow it, or both."""
 
@@ -72,6 +75,18 @@ class Selection:
             if not found:
                 raise NotFound(f"no tenant {selector.tenant!r} has blocks; see `tierkv ls tenants`")
         return found
+
+    async def require_tenants_known(self) -> None:
+        """Raise InvalidArgument if there are blocks of which nobody knows whose they are."""
+        unknown = [one for one in self._state.namespaces if self._namespaces.spec(one) is None]
+        lineage = await self._surveyor.lineage(unknown, fresh=True)
+        if len(lineage):
+            numbers = sorted(set(self._state.blocks.namespace[lineage.rows].tolist()))
+            raise InvalidArgument(
+                f"whose the blocks of {len(numbers)} namespaces are is not known since the index "
+                "was made anew, until a worker opens them; name what you mean by --namespace, of "
+                f"which these are unknown: {', '.join(map(str, numbers[:SHOWN_MAX]))}"
+            )
 
     async def of(self, selector: Selector, reach: Reach, *, fresh: bool = False) -> Selected:
         """What it selects. ``fresh``: see Surveyor. Raises NotFound, InvalidArgument."""

@@ -101,6 +101,8 @@ class Upkeep:
         """
         _require_some(message.selector, "delete")
         async with self._turn:
+            if message.selector.tenant:
+                await self._selection.require_tenants_known()
             selected = await self._selection.of(message.selector, "after", fresh=True)
             plan = await self._plan(selected)
             return await self._delete(message, selected, plan) if message.really else plan
