@@ -44,6 +44,12 @@ def test_top_shows_who_uses_what_and_answers_to_keys(daemon: Daemon) -> None:
             screen.shows("ended 0")
 
 
+def test_a_narrow_screen_cuts_columns_at_its_edge_and_breaks_no_number(daemon: Daemon) -> None:
+    with Screen("top", "--socket", str(daemon.socket), size=(40, 50)) as screen:
+        text = screen.shows("q quit")
+    assert re.search(r"^ device +\S* +[\d.]+% +[\d.,]+ [KMGT]?i?B ", text, re.MULTILINE), text
+
+
 def test_top_needs_a_terminal(daemon: Daemon) -> None:
     done = run_cli("top", "--socket", str(daemon.socket))
     assert (done.returncode, done.stdout) == (2, "")

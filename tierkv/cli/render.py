@@ -70,10 +70,17 @@ def plain_table(headers: Row, rows: Sequence[Row], *, numbers: Sequence[str] = (
     return "".join(lines)
 
 
+def least_width(cells: Sequence[str], *, is_number: bool) -> int:
+    """Characters that a column of these cells needs for its words, or numbers, to stay whole."""
+    from rich.cells import cell_len
+
+    parts = cells if is_number else [word for cell in cells for word in cell.split()]
+    return max(map(cell_len, parts), default=1)
+
+
 def _print_rich(headers: Row, rows: Sequence[Row], numbers: Sequence[str]) -> None:
     # Costs as much to import as all the rest; only people wait for it.
     from rich.box import SIMPLE_HEAD
-    from rich.cells import cell_len
     from rich.console import Console
     from rich.measure import measure_renderables
     from rich.table import Table
@@ -82,12 +89,11 @@ def _print_rich(headers: Row, rows: Sequence[Row], numbers: Sequence[str]) -> No
     table = Table(box=SIMPLE_HEAD)
     for header, cells in zip(headers, zip(headers, *rows, strict=True), strict=True):
         is_number = header in numbers
-        parts = cells if is_number else [word for cell in cells for word in cell.split()]
         table.add_column(
             header,
             justify="right" if is_number else "left",
             overflow="fold",
-            min_width=max(map(cell_len, parts), default=1),
+            min_width=least_width(cells, is_number=is_number),
         )
     for row in rows:
         table.add_row(*map(Text, row))

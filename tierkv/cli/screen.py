@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -11,10 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from tierkv.cli.rates import Rates
-from tierkv.cli.render import printable
+from tierkv.cli.render import least_width, printable
 from tierkv.cli.report import Section, progress_line
 from tierkv.obs.status import StatusDocument
 from tierkv.units import about_bytes, format_ratio
+
+Cells = Sequence[RenderableType]
 
 BAR_WIDTH = 30
 STATE_STYLES = {"serving": "green", "stopped": "red"}
@@ -36,10 +38,10 @@ def recovery(document: StatusDocument) -> RenderableType:
 
 def tiers(document: StatusDocument) -> Table:
     """How full each tier is, as a bar."""
-    table = _table(("tier", "", "full", "used", "of", "blocks", "evictable", "state"), {3, 4, 5, 6})
+    rows: list[Cells] = []
     for name, tier in document.tiers.items():
         share = tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0.0
-        table.add_row(
+        cells: Cells = (
             Text(name),
             ProgressBar(total=1.0, completed=share, width=BAR_WIDTH, finished_style="bar.complete"),
             Text(format_ratio(share)),
@@ -49,7 +51,9 @@ def tiers(document: StatusDocument) -> Table:
             Text(f"{tier.evictable_blocks:,}"),
             Text(tier.state, style="bold red" if tier.state == "failed" else ""),
         )
-    return table
+        rows.append(cells)
+    headers = ("tier", "", "full", "used", "of", "blocks", "evictable", "state")
+    return _table(headers, {3, 4, 5, 6}, rows)
 
 
 def rates(now: Rates) -> Text:
@@ -70,14 +74,22 @@ def section(found: Section) -> RenderableType:
     if not found.rows:
         return Group(title, Text(found.instead))
     numbers = {k for k, header in enumerate(found.headers) if header in found.numbers}
-    table = _table(found.headers, numbers)
-    for row in found.rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    return Group(title, table)
+    rows = [[Text(printable(cell)) for cell in row] for row in found.rows]
+    return Group(title, _table(found.headers, numbers, rows))
 
 
-def _table(headers: Sequence[str], numbers: Iterable[int]) -> Table:
+def _table(headers: Sequence[str], numbers: Container[int], rows: Sequence[Cells]) -> Table:
+    """Words and numbers stay whole: a screen that is too narrow cuts the columns at its edge."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for k, header in enumerate(headers):
-        table.add_column(header, justify="right" if k in numbers else "left", overflow="fold")
+        texts = [cell.plain for row in rows if isinstance(cell := row[k], Text)]
+        is_number = k in numbers
+        table.add_column(
+            header,
+            justify="right" if is_number else "left",
+            overflow="fold",
+            min_width=least_width([header, *texts], is_number=is_number),
+        )
+    for row in rows:
+        table.add_row(*row)
     return table
