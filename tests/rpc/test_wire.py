@@ -39,7 +39,7 @@ REQUESTS = [
     messages.Attend(1, 0, [2], b"l" * 4, b"i" * 8, 4, 0, 64, 128, 0.5, False, 9, 30.0),
     messages.Stat(),
     messages.Flush(),
-    messages.Drain(undo=True),
+    messages.Drain(undo=True, look=True),
     messages.Reload(),
     messages.List("chains", messages.Selector(1, "acme", "0a"), 5, 10),
     messages.Inspect("lease", 7),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -14,9 +16,10 @@ import pytest
 import tierkv
 from tests.service.blocks import SPEC, check, fill, tokens
 from tests.service.raw import Peer
-from tests.service.running import Daemon, run_cli, running, until
+from tests.service.running import Daemon, environment, run_cli, running, until
 from tests.service.test_who_may_connect import STRANGER_UID, as_user
 from tierkv import aio
+from tierkv.cli.exit_codes import Exit
 from tierkv.errors import ConfigError, NotReady, TierkvError, Unavailable
 from tierkv.rpc import messages as m
 
@@ -52,6 +55,7 @@ def test_changes_are_granted_to_those_whom_the_configuration_lists() -> None:
 CHANGES = (
     m.Drain(),
     m.Drain(undo=True),
+    m.Drain(look=True),
     m.Reload(),
     m.Pin(m.Selector(namespace=0)),
     m.Pin(m.Selector(namespace=0), undo=True),
@@ -122,6 +126,18 @@ def test_a_drain_refuses_new_leases_and_keeps_the_old_ones() -> None:
         assert not op.drain(undo=True).drains
         assert daemon.get("/readyz") == (200, "serving\n")
         daemon.connect().close()
+
+
+def test_who_waits_for_a_drain_does_not_keep_others_from_undoing_it() -> None:
+    with running() as daemon, daemon.connect(), operator(daemon) as op:
+        command = [sys.executable, "-m", "tierkv", "drain", "--wait", "--socket", daemon.socket]
+        with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE) as waiting:
+            until(lambda: op.stat()["state"] == "draining", "for the drain")
+            assert not op.drain(undo=True).drains
+            said = waiting.communicate(timeout=30)[1].decode()
+        assert waiting.returncode == Exit.NOT_READY
+        assert "takes new workers again" in said
+        assert op.stat()["state"] == "serving"
 
 
 def test_a_worker_of_a_draining_daemon_may_come_back() -> None:

@@ -11,7 +11,7 @@ from tierkv.cli.ask import socket_option
 from tierkv.cli.exit_codes import Exit
 from tierkv.cli.operating import operate
 from tierkv.cli.render import print_json
-from tierkv.errors import TierFailed
+from tierkv.errors import NotReady, TierFailed
 from tierkv.rpc.messages import Drain, Draining
 
 LOOK_S = 0.2
@@ -39,7 +39,7 @@ def drain(socket: str | None, wait: bool, undo: bool, as_json: bool) -> int:
     """
     if wait and undo:
         raise click.UsageError("--wait and --undo contradict each other")
-    found = _ask(socket, undo)
+    found = operate(socket, Drain(undo), Draining)
     if wait:
         found = _wait(socket, found)
     if as_json:
@@ -56,11 +56,8 @@ def drain(socket: str | None, wait: bool, undo: bool, as_json: bool) -> int:
     return Exit.OK
 
 
-def _ask(socket: str | None, undo: bool = False) -> Draining:
-    return operate(socket, Drain(undo), Draining)
-
-
 def _wait(socket: str | None, found: Draining) -> Draining:
+    """Raises NotReady if the drain is undone, or a new daemon comes, before it is through."""
     in_place, said_s = sys.stderr.isatty(), 0.0
     try:
         while found.leases or found.writing:
@@ -70,7 +67,9 @@ def _wait(socket: str | None, found: Draining) -> Draining:
                 said_s = time.monotonic()
                 click.echo(_in_words(found), err=True)
             time.sleep(LOOK_S)
-            found = _ask(socket)
+            found = operate(socket, Drain(look=True), Draining)
+            if not found.drains:
+                raise NotReady("the daemon takes new workers again, before it was drained")
     except KeyboardInterrupt:
         click.echo("\nthe daemon goes on draining; `tierkv drain --undo` ends that", err=True)
         raise

@@ -246,10 +246,11 @@ class Flush(Message, tag="flush"):
 class Drain(Message, tag="drain"):
     """No new leases from now on, and what is only in RAM goes to disk; with ``undo`` back again.
 
-    Asked again, it tells how far that is.
+    Asked again, it tells how far that is. With ``look`` that is all it does.
     """
 
     undo: bool = False
+    look: bool = False
 
 
 class Reload(Message, tag="reload"):

@@ -84,7 +84,7 @@ class Operations:
                 raise TierkvError("drain: the daemon is stopping, which cannot be undone")
             if state is DaemonState.DRAINING:
                 self._lifecycle.enter(DaemonState.SERVING)
-        elif state is DaemonState.SERVING:
+        elif state is DaemonState.SERVING and not message.look:
             self._lifecycle.enter(DaemonState.DRAINING)
         drains = self._lifecycle.state is DaemonState.DRAINING
         if drains and not engine.writing:
