@@ -1,8 +1,10 @@
-"""Which blocks a command is about: what is refused before any daemon is asked."""
+"""Which blocks a command is about, and where they go: what is refused before a daemon is asked."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +41,16 @@ def test_a_number_that_no_message_carries_is_refused(tierkv: Run, command: list[
     code, out, err = tierkv(*command, "--socket", "/nobody")
     assert (code, out) == (2, "")
     assert "see `tierkv" in err
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_an_export_replaces_no_device_and_no_directory(
+    tierkv: Run, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    there = tmp_path / "there"
+    make(there)
+    before = there.stat()
+    code, out, err = tierkv("export", str(there), "--force", "--socket", "/nobody")
+    assert (code, out) == (1, "")
+    assert f"{there} is no regular file" in err
+    assert os.path.samestat(there.stat(), before)

@@ -25,6 +25,7 @@ class Peer:
         self.answers: list[Answer] = [(1, WELCOME), (2, Status({"a": 1}))]
         self.may_answer = threading.Event()
         self.may_answer.set()
+        self.hung_up = threading.Event()
         self.heard: list[Message] = []
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(self.path)
@@ -52,6 +53,7 @@ class Peer:
                 self.may_answer.wait()
                 for request_id, message in self.answers:
                     sock.sendall(encode(request_id, message))
+            self.hung_up.set()
 
     def _hear(self, sock: socket.socket) -> None:
         decoder = FrameDecoder()

@@ -48,6 +48,7 @@ def test_it_asks_without_a_lease_and_keeps_no_descriptor(peer: Peer) -> None:
     before = len(os.listdir("/proc/self/fd"))
     assert question(peer.path) == Status({"a": 1})
     assert peer.heard == [Hello(PROTOCOL_VERSION, "tierkv command", b"", False), Stat()]
+    assert peer.hung_up.wait(5.0)  # its end of the connection is a descriptor of this process, too
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -102,6 +103,14 @@ def test_nobody_listens(tmp_path: Path) -> None:
         dead.bind(str(tmp_path / "dead"))
     with pytest.raises(Unavailable, match="Connection refused"):
         question(str(tmp_path / "dead"))
+
+
+def test_the_systems_daemon_is_started_as_a_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "SYSTEM_SOCKET", str(tmp_path / "nobody"))
+    with pytest.raises(Unavailable, match="start one by `systemctl start tierkv`"):
+        question(str(tmp_path / "nobody"))
 
 
 def test_who_listens_and_says_nothing_is_not_ready(tmp_path: Path) -> None:

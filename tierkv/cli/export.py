@@ -45,8 +45,8 @@ def export(
     """
     if file == PIPE and sys.stdout.isatty():
         raise click.UsageError("blocks are no text for a terminal: name a file, or pipe it on")
-    if file != PIPE and Path(file).exists() and not force:
-        raise InvalidArgument(f"{file} is there already; say --force to replace it")
+    if file != PIPE:
+        _require_replaceable(Path(file), force)
     selector = selector_of(namespace, tenant, digits)
     # Imported late: --help need not wait for it.
     export_to = import_module("tierkv.cli.transfer").export_to
@@ -63,3 +63,11 @@ def export(
         said = f"{counts.blocks:,} blocks of {counts.namespaces:,} namespaces written{missed}"
         click.echo(said, err=file == PIPE)
     return Exit.OK
+
+
+def _require_replaceable(file: Path, force: bool) -> None:
+    """The file comes by a rename, which would also replace a device or a FIFO by a plain file."""
+    if file.exists() and not file.is_file():
+        raise InvalidArgument(f"{file} is no regular file; write into it by `tierkv export - >`")
+    if file.exists() and not force:
+        raise InvalidArgument(f"{file} is there already; say --force to replace it")

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 
+from tierkv.config.paths import SYSTEM_SOCKET
 from tierkv.errors import NotReady, TierkvError, Unavailable, VersionMismatch, error_from_wire
 from tierkv.rpc.messages import PROTOCOL_VERSION, Failure, Greeting, Hello, Reply, Request
 from tierkv.rpc.wire import Frame, FrameDecoder, decode_opening, decode_reply, encode
@@ -112,4 +113,5 @@ def _unavailable(path: str, error: OSError) -> Unavailable:
             f"{path}: {why}; this user must belong to the socket's group, and be in "
             "server.allowed_uids"
         )
-    return Unavailable(f"no daemon serves on {path}: {why}; start one by `tierkv serve`")
+    start = "systemctl start tierkv" if path == SYSTEM_SOCKET else "tierkv serve"
+    return Unavailable(f"no daemon serves on {path}: {why}; start one by `{start}`")
