@@ -18,7 +18,7 @@ from tests.service.blocks import BLOCK, SPEC, fill, press, sized, store, tokens
 from tests.service.running import Daemon, environment, run_cli, running
 from tierkv.core.prefix import chain_hashes
 
-FAILED, USAGE, UNREACHABLE, DAMAGE = 1, 2, 3, 4
+FAILED, USAGE, UNREACHABLE, DAMAGE, NOT_READY = 1, 2, 3, 4, 75
 ACME = msgspec.structs.replace(SPEC, tenant="acme")
 IDS, THEIRS = tokens(4, seed=1), tokens(2, seed=2)
 
@@ -203,6 +203,10 @@ def test_export_import_and_warm(stocked: Daemon, tmp_path: Path) -> None:
             client.flush()
         warmed = document(other, "warm")
         assert (warmed["were"], warmed["left"]) == (6, 0)
+        said(other, "drain")
+        drained = tierkv(other, "export", str(tmp_path / "late.tkv"))
+        assert (drained.returncode, drained.stdout) == (NOT_READY, "")
+        assert "the daemon is draining, so it takes no workers" in drained.stderr
 
 
 def test_without_a_daemon(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from tierkv.config.paths import SYSTEM_SOCKET, own_socket, own_state_dir
 from tierkv.errors import ConfigError, NotReady, ProtocolError, Unavailable
-from tierkv.obs.status import StatusDocument, from_plain
+from tierkv.obs.status import SERVING, StatusDocument, from_plain
 from tierkv.rpc.ask import ask
 from tierkv.rpc.messages import Stat, Status
 
@@ -82,8 +82,16 @@ class Daemon:
         return reply.document
 
     def require(self) -> str:
-        """Its worker socket, once it has answered. Raises as ``status``."""
-        self.status()
+        """Its worker socket, for a command that is a worker itself.
+
+        Raises as ``status``, and NotReady if it takes no workers now.
+        """
+        state = self.status().get("state")
+        if state != SERVING:
+            raise NotReady(
+                f"the daemon is {state}, so it takes no workers, and this command is one; "
+                "see `tierkv status`"
+            )
         return self.socket_path
 
     def document(self) -> StatusDocument:
