@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from unittest.mock import Mock
 
@@ -11,9 +12,11 @@ import pytest_asyncio
 from recovery_harness import SIZE, Machine, chain_of
 
 from tierkv.core.counters import Counters
+from tierkv.core.lineage import Lineage
 from tierkv.rpc import messages as m
 from tierkv.service import upkeep
 from tierkv.service.assembly import Hooks, Parts, assemble
+from tierkv.service.inspection import Inspection
 from tierkv.service.selection import Selection
 from tierkv.service.survey import Surveyor
 
@@ -37,9 +40,8 @@ class Operated:
         self.parts: Parts = assemble(
             daemon.config, daemon.recovered, Counters(), hooks=Mock(Hooks), deaths=Mock()
         )
-        self.upkeep = upkeep.Upkeep(
-            self.parts, Selection(self.parts, Surveyor(self.parts.planner.state))
-        )
+        self.selection = Selection(self.parts, Surveyor(self.parts.planner.state))
+        self.upkeep = upkeep.Upkeep(self.parts, self.selection)
 
     def cached(self) -> int:
         chains = [chain_of(tokens) for tokens in CHAINS]
@@ -82,3 +84,33 @@ async def test_what_is_deleted_is_not_pinned_meanwhile(operated, monkeypatch) ->
     deleting = operated.upkeep.delete(m.Delete(ALL, really=True))
     done, pinned = await asyncio.gather(deleting, operated.upkeep.pin(m.Pin(ALL)))
     assert (done.blocks, done.in_use, pinned.pins) == (2 * len(CHAINS), 0, 0)
+
+
+async def test_threads_look_at_whole_pictures(operated, monkeypatch) -> None:
+    """On the loop it would hold all that others ask, for as long as there are blocks."""
+    looked: set[tuple[str, bool]] = set()
+
+    def watched(name: str, work):
+        def watching(*arguments):
+            looked.add((name, threading.current_thread() is threading.main_thread()))
+            return work(*arguments)
+
+        return watching
+
+    for name in ("chain", "named", "descendants"):
+        monkeypatch.setattr(Lineage, name, watched(name, getattr(Lineage, name)))
+    for name in ("depth", "begins", "is_leaf"):
+        work = Lineage.__dict__[name].func
+        monkeypatch.setattr(Lineage, name, property(watched(name, work)))
+    inspection = Inspection(operated.parts, operated.selection)
+    one = first_of(CHAINS[0])
+    assert (await inspection.inspect(m.Inspect("block", hash=one.hash))).document["depth"] == 0
+    assert len((await inspection.listed(m.List("chains", ALL))).items) == len(CHAINS)
+    assert len((await inspection.page(m.Contents(one))).tokens) == 2
+    assert (await operated.upkeep.pin(m.Pin(one))).blocks == 1
+    assert (await operated.upkeep.pin(m.Pin(one, undo=True))).blocks == 0
+    assert (await operated.upkeep.delete(m.Delete(one, really=True))).blocks == 2
+    assert {name for name, _ in looked} == {
+        "begins", "chain", "depth", "descendants", "is_leaf", "named",
+    }  # fmt: skip
+    assert not any(on_loop for _, on_loop in looked)

@@ -13,6 +13,7 @@ import numpy as np
 
 from tierkv.core.effects import Flow, Headers, ReadHeaders
 from tierkv.core.ids import I64, NO_SLOT, RAM_TIERS, U8, U64, Tier, lease_of
+from tierkv.core.lineage import Lineage
 from tierkv.core.pins import are_pinned, is_pins, pins_of
 from tierkv.core.state import Sequence
 from tierkv.errors import InvalidArgument, NotFound
@@ -119,10 +120,10 @@ class Inspection:
         page = ends[message.after : message.after + message.limit]
         items = []
         for end in page.tolist():
-            chain = selected.lineage.rows[selected.lineage.chain(end)]
+            places = await asyncio.to_thread(selected.lineage.chain, end)
+            chain = selected.lineage.rows[places]
             if self._state.blocks.id[chain[-1]] == selected.lineage.ids[end]:
                 items.append(self._chain_item(chain))
-            await asyncio.sleep(0)
         after = message.after + message.limit
         return m.Listed(items, after if after < len(ends) else 0, len(ends))
 
@@ -257,15 +258,14 @@ class Inspection:
         selected = await self._selection.of(m.Selector(hash=digits), "both")
         lineage, place, blocks = selected.lineage, selected.place, self._state.blocks
         row, identity = int(lineage.rows[place]), lineage.ids[place]
-        chain = lineage.chain(place)
-        children = lineage.rows[np.flatnonzero(lineage.parents == identity)]
+        chain, depth, children = await asyncio.to_thread(_around, lineage, place)
         contents = await self._engine.run(self.contents(np.array([row])))
         if blocks.id[row] != identity:
             raise NotFound(f"the block {digits} has just gone")
         item = self._block_items(np.array([row]))[0]
         return {
             **item,
-            "depth": int(lineage.depth[place]),
+            "depth": depth,
             "chain": [self._name(one) for one in lineage.rows[chain][-SHOWN_MAX:].tolist()],
             "children": [self._name(one) for one in children[:SHOWN_MAX].tolist()],
             "child_count": len(children),
@@ -305,9 +305,7 @@ class Inspection:
         if not 1 <= message.limit <= PAGE_MAX * 4:
             raise InvalidArgument(f"contents: pages have 1 to {PAGE_MAX * 4} blocks")
         selected = await self._selection.of(message.selector, "both")
-        begins = await asyncio.to_thread(lambda: selected.lineage.begins)
-        chosen = selected.chosen & begins
-        places = np.flatnonzero(chosen & (selected.lineage.ids >= message.after))
+        places = await asyncio.to_thread(_from, selected, message.after)
         page = places[: message.limit]
         rows, ids = selected.lineage.rows[page], selected.lineage.ids[page]
         parents = selected.lineage.parent[page]
@@ -375,3 +373,15 @@ def _ends(selected: Selected) -> I64:
     lineage = selected.lineage
     ends = np.flatnonzero(selected.chosen & lineage.is_leaf & lineage.begins)
     return ends[np.argsort(-lineage.depth[ends], kind="stable")]
+
+
+def _around(lineage: Lineage, place: int) -> tuple[I64, int, I64]:
+    """A block's chain (places), how many blocks come before it, and its children (rows)."""
+    children = lineage.rows[np.flatnonzero(lineage.parents == lineage.ids[place])]
+    return lineage.chain(place), int(lineage.depth[place]), children
+
+
+def _from(selected: Selected, after: int) -> I64:
+    """Places of the selected blocks that somebody can find, from this id on."""
+    lineage = selected.lineage
+    return np.flatnonzero(selected.chosen & lineage.begins & (lineage.ids >= after))

@@ -95,7 +95,10 @@ class Selection:
         if not digits:
             every = np.ones(len(lineage), np.bool_)
             return await asyncio.to_thread(Selected.of, lineage, every)
-        return await asyncio.to_thread(_around, lineage, self._place(lineage, digits), reach)
+        places = await asyncio.to_thread(lineage.named, digits)
+        return await asyncio.to_thread(
+            _around, lineage, self._place(lineage, places, digits), reach
+        )
 
     async def left(self, selector: Selector, gone: U64, before: int) -> Selected:
         """What else is to be deleted: what came behind blocks that are ``gone`` (ids).
@@ -120,10 +123,9 @@ class Selection:
             )
         return digits
 
-    def _place(self, lineage: Lineage, digits: str) -> int:
-        """The one block whose name begins so. Raises NotFound, InvalidArgument."""
+    def _place(self, lineage: Lineage, places: I64, digits: str) -> int:
+        """The one block of these whose name begins so. Raises NotFound, InvalidArgument."""
         blocks = self._state.blocks
-        places = lineage.named(digits)
         if len(digits) > HASH_DIGITS // 2 and len(places):
             rows = lineage.rows[places]
             names = [
