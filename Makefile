@@ -18,8 +18,9 @@ setup: $(READY)
 demo: $(READY) $(NATIVE)
 	$(BIN)/tierkv demo
 
+# Two at a time: many tests wait for processes that they kill and start.
 test: $(READY) $(NATIVE)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=2 --dist=worksteal
 
 # A real vLLM and transformers, each in an environment of its own: 5 GB, some minutes on first use.
 # An engine keeps one CPU busy, hence two at a time; the parts that take longest come first.
