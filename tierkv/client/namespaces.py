@@ -242,10 +242,10 @@ class NamespaceCore:
         ``rows`` takes the blocks from ``first`` on; into pages, there are tokens for all of them.
         """
         tokens, extras = self._offer(token_ids, 0, extra_keys)
-        if first < 0:
-            raise InvalidArgument(f"first is {first}; it must be at least 0")
         if isinstance(rows, PagedBlocks):
             self._check_tokens(tokens, first, len(rows))
+        elif first < 0:
+            raise InvalidArgument(f"first is {first}; it must be at least 0")
         blocks = first + len(rows) if len(rows) else 0
         tokens = tokens[: blocks * self.spec.block_tokens]
         reading = Reading(tokens, extras, self._hashes(tokens, extras), first, rows, 0)
