@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from benchmarks.engines.document import BOTH_KILLED, EMPTY, ENGINE_KILLED, Crash, Pair, Row
 from benchmarks.engines.engine import Answer, Engine
@@ -19,7 +20,9 @@ SETTLE_S = 3.0
 
 CRASH_TOKENS = 256
 CRASH_PROMPTS = 4
-CRASH_PLAIN_REQUESTS = 12
+CRASH_ANSWER_TOKENS = 2
+"""Few: how soon hits are back cannot be seen finer than a request takes."""
+
 STEADY_S = 4.0
 GONE_S = 3.0
 """How long the store stays away."""
@@ -100,54 +103,85 @@ class Session:
             yield Row(name, state, tokens, pairs)
 
     def _crash(self, store: Store, engine: Engine) -> Crash:
-        """kill -9 of the store under a stream of requests, and its return."""
+        """kill -9 of the store under a stream of requests, and its return.
+
+        The same beside the engine without a store: what a start of the store takes from an engine
+        that has nothing to do with it, on a machine of few CPUs.
+        """
         prompts = [self.prompts.prompt(number, CRASH_TOKENS) for number in range(CRASH_PROMPTS)]
-        plain = _until(self.plain, prompts, lambda answers: len(answers) >= CRASH_PLAIN_REQUESTS)
-        expected = [answer.tokens for answer in plain[:CRASH_PROMPTS]]
-        moments: list[float] = []
-
-        def crash() -> None:
-            time.sleep(STEADY_S)
-            store.kill()
-            moments.append(time.monotonic())
-            time.sleep(GONE_S)
-            store.start()
-            moments.append(time.monotonic())
-
-        def is_back(answers: list[Answer]) -> bool:
-            if len(moments) < 2:
-                return not crashing.is_alive()
-            began_s, cached = answers[-1].began_s, answers[-1].cached
-            return began_s > moments[1] and (cached > 0 or began_s > moments[1] + RETURN_LIMIT_S)
-
+        expected = [self.plain.generate(prompt, CRASH_ANSWER_TOKENS).tokens for prompt in prompts]
         for prompt in prompts:
-            engine.generate(prompt, ANSWER_TOKENS)
+            engine.generate(prompt, CRASH_ANSWER_TOKENS)
         time.sleep(SETTLE_S)
-        crashing = threading.Thread(target=crash)
         with self.quiet():
-            crashing.start()
-            try:
-                answers = _until(engine, prompts, is_back)
-            finally:
-                crashing.join()
-        killed_s, serving_s = moments
-        last = answers[-1]
+            plain = _outage(store, self.plain, prompts)
+            _until(engine, prompts, _hits_or_gives_up)  # before the store is killed again
+            time.sleep(SETTLE_S)
+            found = _outage(store, engine, prompts)
+        last = found.answers[-1]
         return Crash(
             store=store.name,
             tokens=CRASH_TOKENS,
-            plain_s=[answer.total_s for answer in plain],
-            hit_s=[answer.total_s for answer in answers if answer.ended_s < killed_s],
-            gone_s=[
-                answer.total_s
-                for answer in answers
-                if answer.ended_s > killed_s and answer.began_s < serving_s
-            ],
-            away_s=serving_s - killed_s,
-            returns_s=last.began_s - serving_s if last.cached else None,
+            plain_s=plain.while_gone_s(),
+            hit_s=[each.total_s for each in found.answers if each.ended_s < found.killed_s],
+            gone_s=found.while_gone_s(),
+            away_s=found.serving_s - found.killed_s,
+            returns_s=last.began_s - found.serving_s if last.cached else None,
             same=all(
-                answer.tokens == expected[at % CRASH_PROMPTS] for at, answer in enumerate(answers)
+                answer.tokens == expected[at % CRASH_PROMPTS]
+                for at, answer in enumerate(found.answers)
             ),
         )
+
+
+class _Outage(NamedTuple):
+    """What an engine answered while the store was killed, and served again."""
+
+    answers: list[Answer]
+    killed_s: float
+    serving_s: float
+
+    def while_gone_s(self) -> list[float]:
+        """How long the requests took that ran while the store did not serve."""
+        return [
+            answer.total_s
+            for answer in self.answers
+            if answer.ended_s > self.killed_s and answer.began_s < self.serving_s
+        ]
+
+
+def _outage(store: Store, engine: Engine, prompts: list[list[int]]) -> _Outage:
+    """Ask the engine until, after the kill, a request begins that hits, or none can."""
+    moments: list[float] = []
+
+    def crash() -> None:
+        time.sleep(STEADY_S)
+        store.kill()
+        moments.append(time.monotonic())
+        time.sleep(GONE_S)
+        store.start()
+        moments.append(time.monotonic())
+
+    def is_over(answers: list[Answer]) -> bool:
+        if len(moments) < 2:
+            return not crashing.is_alive()
+        began_s = answers[-1].began_s
+        has_store = any(answer.cached for answer in answers)
+        if not has_store or answers[-1].cached:
+            return began_s > moments[1]
+        return began_s > moments[1] + RETURN_LIMIT_S
+
+    crashing = threading.Thread(target=crash)
+    crashing.start()
+    try:
+        answers = _until(engine, prompts, is_over)
+    finally:
+        crashing.join()
+    return _Outage(answers, *moments)
+
+
+def _hits_or_gives_up(answers: list[Answer]) -> bool:
+    return answers[-1].cached > 0 or answers[-1].began_s > answers[0].began_s + RETURN_LIMIT_S
 
 
 def _until(
@@ -156,7 +190,7 @@ def _until(
     """The answers to the prompts, asked in turns until ``done`` says so."""
     answers: list[Answer] = []
     stopped = False
-    for answer in engine.repeat(prompts, ANSWER_TOKENS):
+    for answer in engine.repeat(prompts, CRASH_ANSWER_TOKENS):
         if stopped:
             continue  # one more was on its way
         answers.append(answer)

@@ -127,7 +127,7 @@ def test_ratios_are_medians_of_the_pairs() -> None:
     found = row("tierkv", ENGINE_KILLED, 512, [(10.0, 1.0), (40.0, 1.0), (9.0, 3.0)])
     assert found.gain == found.cpu_gain == 10
     assert page.overhead(found) == page.cpu_overhead(found) == pytest.approx(-0.9)
-    assert crash("tierkv", [0.2, 0.35, 0.1], 0.5).stall_s == pytest.approx(0.05)
+    assert crash("tierkv", [0.2, 0.45, 0.1], 0.5).stall_s == pytest.approx(0.05)
 
 
 def test_the_page_says_which_bars_hold() -> None:
@@ -139,10 +139,10 @@ def test_the_page_says_which_bars_hold() -> None:
         row("tierkv", EMPTY, 512, [(1.0, 1.021)]),
         row("tierkv", ENGINE_KILLED, 2048, [(2.99, 0.1)]),
     ]
-    text = page.text(result(rows=good, crashes=[crash("tierkv", [0.39], 0.9)]))
+    text = page.text(result(rows=good, crashes=[crash("tierkv", [0.49], 0.9)]))
     assert text.count("ok (") == 4
     assert "below" not in text
-    text = page.text(result(rows=bad, crashes=[crash("tierkv", [0.41], None)]))
+    text = page.text(result(rows=bad, crashes=[crash("tierkv", [0.51], None)]))
     assert text.count("**below**") == 4
     assert "never" in text
 
