@@ -11,7 +11,7 @@ import msgspec
 from benchmarks.engines.engine import Answer
 from tierkv.bench.report import Machine
 
-VERSION = 1
+VERSION = 2
 PLAIN, EMPTY, ENGINE_KILLED, BOTH_KILLED = "plain", "empty", "engine killed", "both killed"
 """States: no store; one that nothing hits; another engine on the same store; both started anew."""
 
@@ -70,7 +70,8 @@ class Crash(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``gone``: of all that ran between the kill and the moment the store served again; ``plain``: of
     an engine without a store, while the same was done to the store beside it. ``returns_s``: from
     when the store served again until the first request begins that hits; None: none did in a
-    minute. ``same``: whether all answers are right.
+    minute. ``stuck``: how long one answer was waited for until the engine was given up; 0: it never
+    was. ``same``: whether all answers are right.
     """
 
     store: str
@@ -80,12 +81,18 @@ class Crash(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gone_s: list[float]
     away_s: float
     returns_s: float | None
+    stuck_s: float
     same: bool
+
+    @property
+    def worst_s(self) -> float:
+        """How long the slowest request took, if it had an answer at all."""
+        return max([*self.gone_s, self.stuck_s])
 
     @property
     def stall_s(self) -> float:
         """How much longer the slowest request took than the slowest on the engine without one."""
-        return max(self.gone_s) - max(self.plain_s)
+        return self.worst_s - max(self.plain_s)
 
 
 class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -47,7 +47,7 @@ def line(found: Row | Crash | Served) -> str:
         returns = "never" if found.returns_s is None else f"{found.returns_s:.2f} s"
         return (
             f"{found.store}: killed for {found.away_s:.1f} s: hit {_ms(median(found.hit_s))}, "
-            f"worst without a store {_ms(max(found.plain_s))}, worst {_ms(max(found.gone_s))}, "
+            f"worst without a store {_ms(max(found.plain_s))}, worst {_ms(found.worst_s)}, "
             f"stall {_ms(found.stall_s)}, hits return after {returns}, {_same(found.same)}"
         )
     return (
@@ -168,8 +168,8 @@ def _crashes(found: Document) -> str:
                 crash.store,
                 _ms(median(crash.hit_s)),
                 _ms(max(crash.plain_s)),
-                _ms(max(crash.gone_s)),
-                _ms(crash.stall_s),
+                "no answer" if crash.stuck_s else _ms(crash.worst_s),
+                f"{'over ' if crash.stuck_s else ''}{_ms(crash.stall_s)}",
                 "never" if crash.returns_s is None else _ms(crash.returns_s),
                 "; ".join(notes),
             )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from benchmarks.engines.document import BOTH_KILLED, EMPTY, ENGINE_KILLED, Crash, Pair, Row
-from benchmarks.engines.engine import Answer, Engine
+from benchmarks.engines.engine import Answer, Engine, EngineFailed
 from benchmarks.engines.prompts import WARM_UP, Prompts
 from benchmarks.engines.stores import Store
 
@@ -114,11 +114,9 @@ class Session:
             engine.generate(prompt, CRASH_ANSWER_TOKENS)
         time.sleep(SETTLE_S)
         with self.quiet():
-            plain = _outage(store, self.plain, prompts)
-            _until(engine, prompts, _hits_or_gives_up)  # before the store is killed again
-            time.sleep(SETTLE_S)
             found = _outage(store, engine, prompts)
-        last = found.answers[-1]
+            plain = _outage(store, self.plain, prompts)
+        hits = [each for each in found.answers if each.cached and each.began_s > found.serving_s]
         return Crash(
             store=store.name,
             tokens=CRASH_TOKENS,
@@ -126,7 +124,8 @@ class Session:
             hit_s=[each.total_s for each in found.answers if each.ended_s < found.killed_s],
             gone_s=found.while_gone_s(),
             away_s=found.serving_s - found.killed_s,
-            returns_s=last.began_s - found.serving_s if last.cached else None,
+            returns_s=hits[0].began_s - found.serving_s if hits else None,
+            stuck_s=found.stuck_s,
             same=all(
                 answer.tokens == expected[at % CRASH_PROMPTS]
                 for at, answer in enumerate(found.answers)
@@ -135,11 +134,15 @@ class Session:
 
 
 class _Outage(NamedTuple):
-    """What an engine answered while the store was killed, and served again."""
+    """What an engine answered while the store was killed, and served again.
+
+    ``stuck_s``: how long one answer was waited for until the engine was given up; 0: it never was.
+    """
 
     answers: list[Answer]
     killed_s: float
     serving_s: float
+    stuck_s: float
 
     def while_gone_s(self) -> list[float]:
         """How long the requests took that ran while the store did not serve."""
@@ -162,39 +165,37 @@ def _outage(store: Store, engine: Engine, prompts: list[list[int]]) -> _Outage:
         store.start()
         moments.append(time.monotonic())
 
-    def is_over(answers: list[Answer]) -> bool:
+    def is_over() -> bool:
         if len(moments) < 2:
             return not crashing.is_alive()
         began_s = answers[-1].began_s
-        has_store = any(answer.cached for answer in answers)
-        if not has_store or answers[-1].cached:
+        if not any(answer.cached for answer in answers) or answers[-1].cached:
             return began_s > moments[1]
         return began_s > moments[1] + RETURN_LIMIT_S
 
+    answers: list[Answer] = []
+    stuck_s = 0.0
     crashing = threading.Thread(target=crash)
     crashing.start()
     try:
-        answers = _until(engine, prompts, is_over)
+        _ask_until(engine, prompts, answers, is_over)
+    except EngineFailed:
+        stuck_s = time.monotonic() - (answers[-1].ended_s if answers else moments[0])
     finally:
         crashing.join()
-    return _Outage(answers, *moments)
+    killed_s, serving_s = moments
+    return _Outage(answers, killed_s, serving_s, stuck_s)
 
 
-def _hits_or_gives_up(answers: list[Answer]) -> bool:
-    return answers[-1].cached > 0 or answers[-1].began_s > answers[0].began_s + RETURN_LIMIT_S
-
-
-def _until(
-    engine: Engine, prompts: list[list[int]], done: Callable[[list[Answer]], bool]
-) -> list[Answer]:
-    """The answers to the prompts, asked in turns until ``done`` says so."""
-    answers: list[Answer] = []
+def _ask_until(
+    engine: Engine, prompts: list[list[int]], answers: list[Answer], is_over: Callable[[], bool]
+) -> None:
+    """Add the answers to the prompts, asked in turns, until ``is_over``. Raises EngineFailed."""
     stopped = False
     for answer in engine.repeat(prompts, CRASH_ANSWER_TOKENS):
         if stopped:
             continue  # one more was on its way
         answers.append(answer)
-        if done(answers):
+        if is_over():
             engine.stop()
             stopped = True
-    return answers

@@ -107,7 +107,7 @@ def row(store: str, state: str, tokens: int, pairs: list[tuple[float, float]]) -
 
 
 def crash(store: str, gone_s: list[float], returns_s: float | None, *, same: bool = True) -> Crash:
-    return Crash(store, 256, [0.3, 0.2, 0.4], [0.1, 0.1], gone_s, 4.0, returns_s, same)
+    return Crash(store, 256, [0.3, 0.2, 0.4], [0.1, 0.1], gone_s, 4.0, returns_s, 0.0, same)
 
 
 def result(**measured: Any) -> Document:
@@ -156,6 +156,8 @@ def test_the_page_has_no_bars_for_others_but_tells_of_wrong_tokens() -> None:
     assert "below" not in text
     assert "**1 of 1 answers are others**" in text
     assert "**other tokens**" in text
+    stuck = msgspec.structs.replace(crash("LMCache", [0.3], None), stuck_s=120.0)
+    assert "no answer | over 119" in page.text(result(crashes=[stuck]))
     assert "OTHER TOKENS" in page.line(wrong)
 
 
