@@ -15,6 +15,7 @@ import weakref
 
 from tierkv.core.ids import U8
 from tierkv.pages import backed_ranges, populate
+from tierkv.threads import step_back
 
 LOOK_S = 0.02
 PATIENCE_S = 1.0
@@ -54,6 +55,7 @@ class Populator:
         self._stopped.set()
 
     def _work(self, first: int, stop: int) -> None:
+        step_back()  # the engine computes meanwhile
         given_up_s = time.monotonic() + PATIENCE_S
         # An older kernel or a full memory: pages are mapped when they are used.
         with contextlib.suppress(OSError):

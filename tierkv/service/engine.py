@@ -24,9 +24,9 @@ from tierkv.core.planner import Planner
 from tierkv.core.state import Sequence
 from tierkv.errors import InvariantViolation, TierFailed, TierFull, TierkvError
 from tierkv.service.journal import Journal
-from tierkv.service.runtime import step_back
 from tierkv.service.speeds import Speeds
 from tierkv.service.watchdog import Pulse
+from tierkv.threads import step_back
 from tierkv.tiers.mover import BytesEffect, Mover
 
 log = logging.getLogger(__name__)

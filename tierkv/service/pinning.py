@@ -17,7 +17,7 @@ from tierkv_kernels.errors import DriverError
 from tierkv.core.ids import U8, Tier
 from tierkv.core.spec import PAGE
 from tierkv.gpu import Gpu
-from tierkv.service.runtime import step_back
+from tierkv.threads import step_back
 from tierkv.tiers.arena import Arena
 
 log = logging.getLogger(__name__)

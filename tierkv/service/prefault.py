@@ -22,7 +22,7 @@ from tierkv.core.ids import Tier
 from tierkv.core.state import State
 from tierkv.errors import TierFull
 from tierkv.service.leads import TAKE_BYTES, Budget, GiveBack, PoolMemory, missing_bytes, next_step
-from tierkv.service.runtime import step_back
+from tierkv.threads import step_back
 from tierkv.tiers.arena import Arena
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -28,9 +27,6 @@ request leaves behind is no garbage that it would have to find."""
 # From malloc.h. By itself glibc makes a heap for each thread, up to so many for each CPU.
 _M_ARENA_MAX = -8
 _HEAPS_PER_CPU = 8
-
-NICE = 10
-"""Added to the niceness of threads that move bytes: latency is the loop's, throughput theirs."""
 
 LOOK_S = 0.01
 """How often a turn of the event loop is measured."""
@@ -62,16 +58,6 @@ def _limit_heaps(count: int) -> None:
     # Only glibc has them.
     with contextlib.suppress(AttributeError):
         libc().mallopt(_M_ARENA_MAX, count)
-
-
-def step_back() -> None:
-    """Let the loop's thread go first where both want one CPU. Called on a thread that moves bytes.
-
-    Its share stays a tenth at least, so that nobody waits for ever.
-    """
-    thread = threading.get_native_id()
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
 
 
 @contextlib.contextmanager
