@@ -110,3 +110,13 @@ def test_without_a_daemon_at_the_start_it_ends(
 ) -> None:
     answers.append(error)
     assert tierkv("stat", "--socket", "/s")[:2] == (code, "")
+
+
+@pytest.mark.parametrize("interval", ["nan", "inf", "0", "-1"])
+def test_an_interval_that_never_ends_or_has_no_length_is_refused(
+    tierkv: Run, interval: str
+) -> None:
+    for command in (("stat", "--", interval), ("top", f"--interval={interval}")):
+        code, out, said = tierkv(*command)
+        assert (code, out) == (2, "")
+        assert interval in said

@@ -12,6 +12,7 @@ import msgspec
 
 from tierkv.cli.ask import Daemon, socket_option
 from tierkv.cli.exit_codes import Exit
+from tierkv.cli.interval import Interval
 from tierkv.cli.rates import Rates, between
 from tierkv.errors import NotReady, Unavailable
 from tierkv.obs.status import TIERS, StatusDocument
@@ -54,7 +55,7 @@ class StatLine(msgspec.Struct, kw_only=True):
 
 
 @click.command()
-@click.argument("interval", type=click.FloatRange(min=0.1), default=1.0)
+@click.argument("interval", type=Interval(), default=1.0)
 @click.argument("count", type=click.IntRange(min=1), required=False)
 @socket_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document a line.")

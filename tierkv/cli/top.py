@@ -10,6 +10,7 @@ import click
 
 from tierkv.cli.ask import Daemon, socket_option
 from tierkv.cli.exit_codes import Exit
+from tierkv.cli.interval import Interval
 from tierkv.cli.rates import between
 from tierkv.cli.render import clipped, printable
 from tierkv.cli.report import Section, headline, progress_line
@@ -30,7 +31,7 @@ ROWS_SHOWN = 12
 @socket_option
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.1),
+    type=Interval(),
     default=1.0,
     metavar="SECONDS",
     help="How often to ask.",
