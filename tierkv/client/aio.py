@@ -21,7 +21,6 @@ from tierkv.client.attach import (
     default_socket_path,
     hangup_poll,
     nobody_serves,
-    wire_error,
 )
 from tierkv.client.core import SENDS_MAX, Ask, ClientCore, Steps
 from tierkv.client.namespaces import NamespaceCore, open_namespace
@@ -44,7 +43,7 @@ from tierkv.rpc.messages import (
     Reply,
     Request,
 )
-from tierkv.rpc.wire import FrameDecoder, decode_reply, encode, unknown_reply
+from tierkv.rpc.wire import FrameDecoder, decode_reply, encode, error_of, unknown_reply
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Items
@@ -347,7 +346,7 @@ class Link(asyncio.BufferedProtocol):
             self._attending, sent = sent, asyncio.shield(sent)
         reply = await sent
         if isinstance(reply, Failure):
-            raise wire_error(reply)
+            raise error_of(reply)
         return reply
 
     async def settle(self) -> None:
@@ -411,7 +410,7 @@ class Link(asyncio.BufferedProtocol):
             if not waiting.done():
                 waiting.set_result(reply)
         elif isinstance(reply, Failure):
-            self._end(wire_error(reply))
+            self._end(error_of(reply))
             self.close()
         else:
             raise unknown_reply(request_id)

@@ -21,15 +21,12 @@ from tierkv.core.ids import U8
 from tierkv.errors import (
     NotReady,
     ProtocolError,
-    TierkvError,
     Unavailable,
-    VersionMismatch,
-    error_from_wire,
 )
 from tierkv.gpu import Gpu, GpuMemory
 from tierkv.pages import ask_for_huge_pages
-from tierkv.rpc.messages import PROTOCOL_VERSION, Failure, Greeting
-from tierkv.rpc.wire import FrameDecoder, decode_opening
+from tierkv.rpc.messages import Greeting
+from tierkv.rpc.wire import FrameDecoder, decode_opening, require_service
 
 GREETING_BYTES = 4096
 DESCRIPTORS = 3
@@ -162,18 +159,7 @@ class Opening:
         frame = self.decoder.next()
         if frame is None:
             return
-        opening = decode_opening(frame.payload)
-        if isinstance(opening, Failure):
-            raise wire_error(opening)
-        if opening.version != PROTOCOL_VERSION:
-            raise VersionMismatch(
-                f"the daemon speaks protocol {opening.version}, this worker {PROTOCOL_VERSION}: "
-                "install the same tierkv on both sides",
-                ours=PROTOCOL_VERSION,
-                theirs=opening.version,
-            )
-        if opening.state != "serving":
-            raise NotReady(f"the daemon is {opening.state}", state=opening.state)
+        opening = require_service(decode_opening(frame.payload), "worker")
         if len(self.fds) != DESCRIPTORS:
             raise ProtocolError(
                 f"the greeting brought {len(self.fds)} of {DESCRIPTORS} descriptors: "
@@ -202,11 +188,6 @@ class Opening:
         for fd in self.fds:
             os.close(fd)
         self.fds = []
-
-
-def wire_error(failed: Failure) -> TierkvError:
-    """The typed error that a Failure stands for."""
-    return error_from_wire(failed.code, failed.message, failed.details)
 
 
 def connect_failure(path: Path, error: OSError) -> Exception:

@@ -23,7 +23,6 @@ from tierkv.client.attach import (
     default_socket_path,
     hangup_poll,
     nobody_serves,
-    wire_error,
 )
 from tierkv.client.core import SENDS_MAX, Ask, ClientCore, Steps
 from tierkv.client.namespaces import NamespaceCore, open_namespace
@@ -45,7 +44,7 @@ from tierkv.rpc.messages import (
     Reply,
     Request,
 )
-from tierkv.rpc.wire import FrameDecoder, decode_reply, encode, unknown_reply
+from tierkv.rpc.wire import FrameDecoder, decode_reply, encode, error_of, unknown_reply
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Items
@@ -371,7 +370,7 @@ class Link:
             self._abandoned.add(request_id)
             raise
         if isinstance(reply, Failure):
-            raise wire_error(reply)
+            raise error_of(reply)
         return reply
 
     def post(self, steps: Steps[None], deadline: float) -> None:
@@ -445,7 +444,7 @@ class Link:
                 while (frame := self._decoder.next()) is not None:
                     reply = decode_reply(frame.payload)
                     if frame.request_id == 0 and isinstance(reply, Failure):
-                        raise wire_error(reply)
+                        raise error_of(reply)
 
     def _receive(self, request_id: int, deadline: float) -> Reply:
         while True:
@@ -487,7 +486,7 @@ class Link:
             self._abandoned.discard(request_id)
             return
         self.close()
-        raise wire_error(reply) if isinstance(reply, Failure) else unknown_reply(request_id)
+        raise error_of(reply) if isinstance(reply, Failure) else unknown_reply(request_id)
 
     def _fill(self, flags: int = 0) -> bool:
         """Receive; False if there is nothing."""

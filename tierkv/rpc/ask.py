@@ -8,9 +8,17 @@ import socket
 import time
 
 from tierkv.config.paths import SYSTEM_SOCKET
-from tierkv.errors import NotReady, TierkvError, Unavailable, VersionMismatch, error_from_wire
-from tierkv.rpc.messages import PROTOCOL_VERSION, Failure, Greeting, Hello, Reply, Request
-from tierkv.rpc.wire import Frame, FrameDecoder, decode_opening, decode_reply, encode
+from tierkv.errors import NotReady, Unavailable
+from tierkv.rpc.messages import PROTOCOL_VERSION, Failure, Hello, Reply, Request
+from tierkv.rpc.wire import (
+    Frame,
+    FrameDecoder,
+    decode_opening,
+    decode_reply,
+    encode,
+    error_of,
+    require_service,
+)
 
 GREETING_S = 5.0
 """Longest wait for a greeting, however long the answer may take: a daemon that hangs gives none."""
@@ -36,7 +44,7 @@ def ask(path: str, request: Request, timeout_s: float) -> Reply:
             sock.connect(path)
             frames = _Frames(sock)
             opening = frames.next(began_s + min(timeout_s, GREETING_S))
-            _require_service(decode_opening(opening.payload))
+            require_service(decode_opening(opening.payload), "tierkv")
             greeted = True
             hello = Hello(PROTOCOL_VERSION, _NAME, lease=False)
             sock.sendall(encode(_HELLO_ID, hello) + encode(_REQUEST_ID, request))
@@ -47,33 +55,15 @@ def ask(path: str, request: Request, timeout_s: float) -> Reply:
             raise _unavailable(path, error) from error
 
 
-def _require_service(opening: Greeting | Failure) -> None:
-    if isinstance(opening, Failure):
-        raise _error_of(opening)
-    if opening.version != PROTOCOL_VERSION:
-        raise VersionMismatch(
-            f"the daemon speaks protocol {opening.version}, this tierkv {PROTOCOL_VERSION}: "
-            "install the same on both sides",
-            ours=PROTOCOL_VERSION,
-            theirs=opening.version,
-        )
-    if opening.state != "serving":
-        raise NotReady(f"the daemon is {opening.state}", state=opening.state)
-
-
 def _answer(frames: _Frames, by_s: float) -> Reply:
     """The reply to the request, or the error that either of both got."""
     while True:
         frame = frames.next(by_s)
         reply = decode_reply(frame.payload)
         if isinstance(reply, Failure):
-            raise _error_of(reply)
+            raise error_of(reply)
         if frame.request_id == _REQUEST_ID:
             return reply
-
-
-def _error_of(failure: Failure) -> TierkvError:
-    return error_from_wire(failure.code, failure.message, failure.details)
 
 
 class _Frames:

@@ -12,8 +12,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from tierkv.errors import LimitExceeded, ProtocolError, TierkvError
-from tierkv.rpc.messages import Failure, Greeting, Message, Reply, Request
+from tierkv.errors import (
+    LimitExceeded,
+    NotReady,
+    ProtocolError,
+    TierkvError,
+    VersionMismatch,
+    error_from_wire,
+)
+from tierkv.rpc.messages import PROTOCOL_VERSION, Failure, Greeting, Message, Reply, Request
 
 HEADER = struct.Struct("<IBBHQ")
 HEADER_BYTES = HEADER.size
@@ -176,3 +183,28 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], payload: memoryview | bytes) ->
         return decoder.decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"undecodable message: {error}", reason="undecodable") from error
+
+
+def error_of(failed: Failure) -> TierkvError:
+    """The typed error that a Failure stands for."""
+    return error_from_wire(failed.code, failed.message, failed.details)
+
+
+def require_service(opening: Greeting | Failure, ours: str) -> Greeting:
+    """The first frame of a connection, if it greets whoever ``ours`` is, and is ready to serve.
+
+    Raises VersionMismatch, NotReady(state) when the daemon does not serve, and the daemon's own
+    error when it refuses.
+    """
+    if isinstance(opening, Failure):
+        raise error_of(opening)
+    if opening.version != PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"the daemon speaks protocol {opening.version}, this {ours} {PROTOCOL_VERSION}: "
+            "install the same tierkv on both sides",
+            ours=PROTOCOL_VERSION,
+            theirs=opening.version,
+        )
+    if opening.state != "serving":
+        raise NotReady(f"the daemon is {opening.state}", state=opening.state)
+    return opening
