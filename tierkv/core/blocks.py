@@ -277,6 +277,11 @@ class Blocks:
         """Fastest tier but this one that holds each row, shape [n]; len(Tier) if there is none."""
         return np.asarray(_BEST_BUT[tier][self._where[rows]])
 
+    def names(self, rows: I64) -> U8:
+        """Chain hashes of sealed blocks as they travel, high halves first, shape [n, 16]."""
+        halves = np.stack([self.hash_hi[rows], self.hash_lo[rows]], 1)
+        return np.ascontiguousarray(halves.astype(">u8")).view(np.uint8)
+
     def rows_in(self, tier: Tier) -> I64:
         """All rows that have a copy in the tier, ascending."""
         return np.flatnonzero(self._where & _PRESENT[tier])

@@ -63,12 +63,12 @@ def pinned_rows(state: State) -> I64:
     return distinct(np.concatenate([np.zeros(0, np.int64), *(pin.rows for pin in pins_of(state))]))
 
 
-def are_pinned(state: State, rows: I64) -> Bool:
-    """Which of the rows pins hold, shape [n]."""
+def pinned_mask(state: State) -> Bool:
+    """Which rows pins hold, for all rows there are now: shape [rows]."""
     held = np.zeros(len(state.blocks), np.bool_)
     for pin in pins_of(state):
         held[pin.rows] = True
-    return held[rows]
+    return held
 
 
 class Pins:

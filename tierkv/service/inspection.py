@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tierkv.core.effects import Flow, Headers, ReadHeaders
-from tierkv.core.ids import I64, NO_SLOT, RAM_TIERS, U8, U64, Tier, lease_of
+from tierkv.core.ids import I64, NO_SLOT, RAM_TIERS, U64, Tier, lease_of
 from tierkv.core.lineage import Lineage
-from tierkv.core.pins import are_pinned, is_pins, pins_of
+from tierkv.core.pins import is_pins, pinned_mask, pins_of
 from tierkv.core.state import Sequence
 from tierkv.errors import InvalidArgument, NotFound
 from tierkv.rpc import messages as m
@@ -91,7 +91,7 @@ class Inspection:
         return m.Listed(self._block_items(rows[:limit]), after if more else 0)
 
     def _block_items(self, rows: I64) -> list[Document]:
-        blocks, pinned = self._state.blocks, are_pinned(self._state, rows).tolist()
+        blocks, pinned = self._state.blocks, pinned_mask(self._state)[rows].tolist()
         return [
             self._block_item(row, blocks, held)
             for row, held in zip(rows.tolist(), pinned, strict=True)
@@ -116,18 +116,19 @@ class Inspection:
     async def _chains(self, message: m.List) -> m.Listed:
         """The longest first."""
         selected = await self._selection.of(message.selector, "both")
-        ends = await asyncio.to_thread(_ends, selected)
+        ends = await asyncio.to_thread(_longest_first, selected)
         page = ends[message.after : message.after + message.limit]
+        pinned = pinned_mask(self._state)
         items = []
         for end in page.tolist():
             places = await asyncio.to_thread(selected.lineage.chain, end)
             chain = selected.lineage.rows[places]
             if self._state.blocks.id[chain[-1]] == selected.lineage.ids[end]:
-                items.append(self._chain_item(chain))
+                items.append(self._chain_item(chain, int(np.count_nonzero(pinned[chain]))))
         after = message.after + message.limit
         return m.Listed(items, after if after < len(ends) else 0, len(ends))
 
-    def _chain_item(self, rows: I64) -> Document:
+    def _chain_item(self, rows: I64, pinned: int) -> Document:
         blocks, namespace = self._state.blocks, int(self._state.blocks.namespace[rows[-1]])
         return {
             "hash": self._name(int(rows[-1])),
@@ -141,7 +142,7 @@ class Inspection:
                 tier.label: int(np.count_nonzero(blocks.has_copy(rows, tier))) for tier in Tier
             },
             "references": int(blocks.refs[rows[-1]]),
-            "pinned": int(np.count_nonzero(are_pinned(self._state, rows))),
+            "pinned": pinned,
         }
 
     async def _sequences(self, message: m.List) -> m.Listed:
@@ -309,7 +310,7 @@ class Inspection:
         page = places[: message.limit]
         rows, ids = selected.lineage.rows[page], selected.lineage.ids[page]
         parents = selected.lineage.parent[page]
-        names = self._names(selected.lineage.rows[parents])
+        names = self._state.blocks.names(selected.lineage.rows[parents])
         names[parents < 0] = 0
         contents = await self._engine.run(self.contents(rows))
         good = np.array([bool(one) for one in contents.tokens], np.bool_)
@@ -318,7 +319,7 @@ class Inspection:
         more = len(places) > message.limit
         return m.Content(
             namespaces=self._state.blocks.namespace[kept].astype("<i4").tobytes(),
-            hashes=self._names(kept).tobytes(),
+            hashes=self._state.blocks.names(kept).tobytes(),
             parents=names[good].tobytes(),
             tokens=[contents.tokens[at] for at in np.flatnonzero(good).tolist()],
             extras=contents.extras[good].astype("<u8").tobytes(),
@@ -353,13 +354,8 @@ class Inspection:
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _names(self, rows: I64) -> U8:
-        """Chain hashes, u8 [n, 16]."""
-        halves = np.stack([self._state.blocks.hash_hi[rows], self._state.blocks.hash_lo[rows]], 1)
-        return np.ascontiguousarray(halves.astype(">u8")).view(np.uint8)
-
     def _name(self, row: int) -> str:
-        return self._names(np.array([row])).tobytes().hex()
+        return self._state.blocks.names(np.array([row])).tobytes().hex()
 
     def _block_tokens(self, namespace: int) -> int:
         return self._state.pools[self._state.namespaces[namespace].pool].block_tokens
@@ -368,11 +364,10 @@ class Inspection:
         return self._state.pools[self._state.namespaces[namespace].pool].block_bytes
 
 
-def _ends(selected: Selected) -> I64:
+def _longest_first(selected: Selected) -> I64:
     """The last blocks of the selected chains, those of the longest first."""
-    lineage = selected.lineage
-    ends = np.flatnonzero(selected.chosen & lineage.is_leaf & lineage.begins)
-    return ends[np.argsort(-lineage.depth[ends], kind="stable")]
+    ends = selected.ends()
+    return ends[np.argsort(-selected.lineage.depth[ends], kind="stable")]
 
 
 def _around(lineage: Lineage, place: int) -> tuple[I64, int, I64]:

@@ -43,6 +43,10 @@ class Selected:
         """Takes its time with many blocks, as all does that is about a whole picture."""
         return cls(lineage, chosen, place, lineage.rows[chosen], lineage.ids[chosen])
 
+    def ends(self) -> I64:
+        """Places of the last blocks of all chains of chosen ones. Takes its time as ``of`` does."""
+        return np.flatnonzero(self.chosen & self.lineage.is_leaf & self.lineage.begins)
+
     def alive(self, state: State) -> Bool:
         """Which of the chosen ones still are what they were."""
         return np.asarray(state.blocks.id[self.rows] == self.ids)
@@ -125,16 +129,9 @@ class Selection:
 
     def _place(self, lineage: Lineage, places: I64, digits: str) -> int:
         """The one block of these whose name begins so. Raises NotFound, InvalidArgument."""
-        blocks = self._state.blocks
         if len(digits) > HASH_DIGITS // 2 and len(places):
-            rows = lineage.rows[places]
-            names = [
-                f"{hi:016x}{lo:016x}"
-                for hi, lo in zip(
-                    blocks.hash_hi[rows].tolist(), blocks.hash_lo[rows].tolist(), strict=True
-                )
-            ]
-            places = places[[name.startswith(digits) for name in names]]
+            names = self._state.blocks.names(lineage.rows[places])
+            places = places[[name.tobytes().hex().startswith(digits) for name in names]]
         if not len(places):
             raise NotFound(f"no cached block's hash begins with {digits}")
         if len(places) > 1:

@@ -10,7 +10,7 @@ import numpy as np
 from tierkv.core.deleting import PART_BLOCKS, Deleter
 from tierkv.core.effects import Flow
 from tierkv.core.ids import I64, RAM_TIERS, U64, Tier
-from tierkv.core.pins import PINNED_BLOCKS_MAX, Chained, Pins, are_pinned, pins_of
+from tierkv.core.pins import PINNED_BLOCKS_MAX, Chained, Pins, pinned_mask, pins_of
 from tierkv.core.state import Sequence
 from tierkv.errors import InvalidArgument, LimitExceeded, NotFound, TierFailed
 from tierkv.rpc import messages as m
@@ -76,13 +76,11 @@ class Upkeep:
         namespaces = self._selection.namespaces(selector)
         pins = [pin for pin in pins_of(self._state) if pin.namespace in namespaces]
         digits = selector.hash.lower()
-        return [pin for pin in pins if self.name_of(pin).startswith(digits)]
+        return [pin for pin in pins if self._name_of(pin).startswith(digits)]
 
-    def name_of(self, pin: Sequence) -> str:
+    def _name_of(self, pin: Sequence) -> str:
         """The chain hash of the last block that a pin holds."""
-        rows, blocks = pin.rows[-1:], self._state.blocks
-        halves = zip(blocks.hash_hi[rows].tolist(), blocks.hash_lo[rows].tolist(), strict=True)
-        return "".join(f"{hi:016x}{lo:016x}" for hi, lo in halves)
+        return self._state.blocks.names(pin.rows[-1:]).tobytes().hex()
 
     # --- delete -----------------------------------------------------------------------------------
 
@@ -139,11 +137,12 @@ class Upkeep:
         """What there is to be deleted, counted a part with each turn of the event loop."""
         state, blocks = self._state, self._state.blocks
         plan = m.Deleted(0, {tier.label: 0 for tier in Tier}, 0, 0, done=False)
+        is_pinned = pinned_mask(state)  # nobody pins or unpins meanwhile
         for start in range(0, len(selected.rows), COUNTED_PER_TURN):
             part = slice(start, start + COUNTED_PER_TURN)
             rows = selected.rows[part]
             rows = rows[blocks.id[rows] == selected.ids[part]]
-            pinned = are_pinned(state, rows)
+            pinned = is_pinned[rows]
             plan.blocks += len(rows)
             for tier in Tier:
                 here = rows[blocks.has_copy(rows, tier)]
@@ -166,9 +165,8 @@ class Upkeep:
         row = int(selected.lineage.rows[selected.place])
         if blocks.id[row] != selected.lineage.ids[selected.place]:
             raise NotFound(f"the block {selector.hash} has just gone")
-        halves = int(blocks.hash_hi[row]) << 64 | int(blocks.hash_lo[row])
         digest = state.namespaces[int(blocks.namespace[row])].digest
-        return [Deletion(digest, halves.to_bytes(16, "big"), before)]
+        return [Deletion(digest, blocks.names(np.array([row])).tobytes(), before)]
 
     async def _write_down(self, deletions: list[Deletion]) -> None:
         try:
@@ -207,9 +205,7 @@ def _require_some(selector: m.Selector, verb: str) -> None:
 def _chains(selected: Selected) -> list[Chained]:
     """The chain that was named, or all of those selected. Raises LimitExceeded."""
     lineage = selected.lineage
-    ends = np.flatnonzero(selected.chosen & lineage.is_leaf & lineage.begins)
-    if selected.place >= 0:
-        ends = np.array([selected.place])
+    ends = np.array([selected.place]) if selected.place >= 0 else selected.ends()
     links = int((lineage.depth[ends] + 1).sum())
     if links > LINKS_MAX:
         raise LimitExceeded(
