@@ -177,17 +177,20 @@ def _space(path: str) -> Space:
     return Space(
         total=found.f_blocks * found.f_frsize,
         free=found.f_bavail * found.f_frsize,
-        own=_bytes_below(path),
+        own=bytes_below(path),
     )
 
 
-def _bytes_below(path: str) -> int:
-    """Bytes that the files below a directory occupy; 0 if there is none."""
+def bytes_below(path: str, passed_over: type[OSError] = FileNotFoundError) -> int:
+    """Bytes that the files below a directory occupy; 0 if there is none.
+
+    A file that cannot be looked at for a reason that is ``passed_over`` does not count.
+    """
     own = 0
     for folder, _, names in os.walk(path):
         for name in names:
             try:
                 own += os.lstat(os.path.join(folder, name)).st_blocks * 512
-            except FileNotFoundError:
-                continue  # a running daemon has just removed it
+            except passed_over:
+                continue  # most often a running daemon has just removed it
     return own

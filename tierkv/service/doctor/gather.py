@@ -18,6 +18,7 @@ from tierkv_kernels.cuda.driver import Driver
 from tierkv_kernels.errors import KernelError
 
 from tierkv.config.ram import available_ram_bytes
+from tierkv.config.resolve import bytes_below
 from tierkv.config.schema import Config
 from tierkv.native.loops import loops
 from tierkv.service.doctor.facts import UNLIMITED, Facts, FileSystem
@@ -104,21 +105,10 @@ def _file_system(directory: Path) -> FileSystem:
         mount=mount,
         free_bytes=space.f_bavail * space.f_frsize,
         capacity_bytes=space.f_blocks * space.f_frsize,
-        own_bytes=_bytes_below(directory),
+        own_bytes=bytes_below(str(directory), passed_over=OSError),  # it need not be ours
         problem=problem,
         direct_io=not problem and takes_direct_io(there),
     )
-
-
-def _bytes_below(directory: Path) -> int:
-    found = 0
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            try:
-                found += os.lstat(os.path.join(folder, name)).st_blocks * 512
-            except OSError:
-                continue  # a running daemon has just removed it, or it is not ours to look at
-    return found
 
 
 def _mount(directory: Path) -> tuple[str, str, tuple[str, ...]]:
