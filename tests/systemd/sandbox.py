@@ -24,6 +24,24 @@ SOCKETS = ("tierkv.socket", "tierkv-metrics.socket")
 LOG = "/var/lib/tierkv/log"
 SETTINGS_FILE = "/etc/tierkv/tierkv.toml"
 NAMESPACES = ("--mount", "--pid", "--cgroup", "--uts", "--ipc", "--net")
+RAM = """
+[device]
+bytes = "96KiB"
+[host]
+bytes = "160KiB"
+"""
+DISK = """\
+[disk]
+bytes = "8MiB"
+segment_bytes = "1MiB"
+"""
+"""Settings of small tiers; more of [disk] may follow."""
+
+NO_TCP = """\
+[metrics]
+tcp = ""
+"""
+
 WAIT_S = 30.0
 """Longest wait for something that must happen; only a failing test reaches it."""
 

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from tests.crash.eight_prompts import ALL, adopted, fill, found
-from tests.systemd.sandbox import Sandbox
+from tests.systemd.sandbox import DISK, RAM, Sandbox
 
-SETTINGS = """
-[device]
-bytes = "96KiB"
-[host]
-bytes = "160KiB"
-[disk]
-bytes = "8MiB"
-segment_bytes = "1MiB"
-"""
+SETTINGS = RAM + DISK
 
 
 def test_without_network_and_devices() -> None:

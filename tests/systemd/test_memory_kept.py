@@ -8,19 +8,12 @@ import pytest
 
 from tests.crash.eight_prompts import ALL, NONE, PROMPTS, adopted, check, fill, found, write
 from tests.crash.pattern import SMALL
-from tests.systemd.sandbox import Sandbox
+from tests.systemd.sandbox import NO_TCP, RAM, Sandbox
 from tierkv.errors import LeaseLost
 
-SETTINGS = """
-[device]
-bytes = "96KiB"
-[host]
-bytes = "160KiB"
-[disk]
+SETTINGS = f"""{RAM}[disk]
 bytes = "0"
-[metrics]
-tcp = ""
-"""
+{NO_TCP}"""
 """No disk: what a daemon finds, it finds in memory."""
 
 

@@ -12,19 +12,9 @@ import pytest
 
 from tests.crash.eight_prompts import ALL, PROMPTS, adopted, check, fill, found, write
 from tests.crash.pattern import SMALL
-from tests.systemd.sandbox import SOCKETS, Sandbox
+from tests.systemd.sandbox import DISK, NO_TCP, RAM, SOCKETS, Sandbox
 
-SETTINGS = """
-[device]
-bytes = "96KiB"
-[host]
-bytes = "160KiB"
-[disk]
-bytes = "8MiB"
-segment_bytes = "1MiB"
-[metrics]
-tcp = ""
-"""
+SETTINGS = RAM + DISK + NO_TCP
 
 BACK_S = 1.5
 """How soon after a kill a worker shall be served again, on a machine that has nothing else to do.

@@ -16,21 +16,11 @@ import pytest
 
 from tests.crash.eight_prompts import ALL, fill, found, write
 from tests.crash.pattern import SMALL
-from tests.systemd.sandbox import Sandbox
+from tests.systemd.sandbox import DISK, NO_TCP, RAM, Sandbox
 
-SETTINGS = """
-[device]
-bytes = "96KiB"
-[host]
-bytes = "160KiB"
-[disk]
-bytes = "8MiB"
-segment_bytes = "1MiB"
-io = "threads"
+SETTINGS = f"""{RAM}{DISK}io = "threads"
 direct = "off"
-[metrics]
-tcp = ""
-"""
+{NO_TCP}"""
 
 NEW = list(range(9000, 9016))
 """A prompt that is not on disk yet."""
